@@ -1,0 +1,1 @@
+"""What tests of this engine, and of programs that use it, need: real second processes, and joined state machines."""

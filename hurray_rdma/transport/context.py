@@ -1,0 +1,171 @@
+"""The UCX context: where memory is registered and workers are made. One per process, made at first need.
+
+All regions that an engine uses must belong to its context, so pools and engines take one as an argument and default to
+`default_context`. Settings that shape the context are read here, before it is made.
+
+UCX reads its own ``UCX_*`` environment variables; the two settings below outrank UCX's defaults, not the user's
+environment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
+from hurray_rdma.transport.binding import BoundContext, native
+from hurray_rdma.transport.endpoint import Worker
+from hurray_rdma.transport.memory import Region
+
+__all__ = ["Context", "default_context"]
+
+_DEFAULT_OPTIONS = {
+    # Without these two, endpoints with error handling get no cma and no shared-memory messages on one host, but
+    # software RMA over tcp on the loopback device, at a tenth of the speed.
+    "CMA_MEMORY_INVALIDATE": "y",
+    "POSIX_ERROR_HANDLING": "y",
+}
+
+
+class Context:
+    """A UCX context with the RMA feature.
+
+    Args:
+        options: UCX configuration without the ``UCX_`` prefix, e.g. ``{"TLS": "tcp"}``; outranks the environment.
+
+    Raises:
+        TransportError: UCX refuses the options.
+    """
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        self.options = dict(options or {})
+        defaults = {name: value for name, value in _DEFAULT_OPTIONS.items() if f"UCX_{name}" not in os.environ}
+        self._bound = BoundContext(defaults | self.options)
+        self._pid = os.getpid()
+
+    def allocate(self, nbytes: int, *, device: str = "cpu") -> Region:
+        """Memory of UCX's choice, zero-filled on the host; a peer on this host can map it and write with plain stores.
+
+        Args:
+            nbytes: length, > 0.
+            device: ``"cpu"`` or ``"cuda:N"``.
+
+        Raises:
+            RegistrationError: no memory, or UCX cannot register memory of that device.
+        """
+        self._check_process()
+        memory_type = _memory_type(device)
+        if nbytes <= 0:
+            raise RegistrationError("must be above 0", field="nbytes", value=nbytes)
+        if device == "cpu" and nbytes > (available := _available_nbytes()):
+            # Asked for more than there is, UCX fills all of /dev/shm before it gives up.
+            raise RegistrationError(
+                f"must be at most the {available} bytes of memory that are available",
+                field="nbytes",
+                value=nbytes,
+                fix="Make the pool smaller",
+            )
+        try:
+            memory = native.Memory.allocate(self._bound.handle, nbytes, memory_type, (self._bound.owner,))
+        except native.UcxError as error:
+            raise RegistrationError(
+                f"UCX could not allocate {nbytes} bytes on {device}: {error}",
+                field="nbytes",
+                value=nbytes,
+                fix="Free memory, or raise the shared-memory limits (`ipcs -l`, `df /dev/shm`)",
+            ) from error
+        return self._checked(memory, memory_type, device=device, ucx_allocated=True)
+
+    def register(self, address: int, nbytes: int, *, owner: object, device: str = "cpu") -> Region:
+        """Registers the caller's memory, in place.
+
+        Args:
+            address: first byte; memory of ``device``.
+            nbytes: length, > 0.
+            owner: kept alive while the region is registered.
+            device: ``"cpu"`` or ``"cuda:N"``.
+
+        Raises:
+            RegistrationError: UCX refuses, or sees the memory as of another kind than ``device`` says.
+        """
+        self._check_process()
+        memory_type = _memory_type(device)
+        if nbytes <= 0 or address <= 0:
+            raise RegistrationError("must both be above 0", field="(address, nbytes)", value=(address, nbytes))
+        try:
+            memory = native.Memory.map(self._bound.handle, address, nbytes, memory_type, (self._bound.owner, owner))
+        except native.UcxError as error:
+            raise RegistrationError(
+                f"UCX could not register {nbytes} bytes at {address:#x} on {device}: {error}",
+                field="nbytes",
+                value=nbytes,
+                fix="Raise the locked-memory limit (`ulimit -l`), or allocate the pool through the engine",
+            ) from error
+        return self._checked(memory, memory_type, device=device, ucx_allocated=False)
+
+    def open_worker(self) -> Worker:
+        """A worker with a progress thread of its own; one per engine."""
+        self._check_process()
+        return Worker(self._bound.open_worker())
+
+    def _checked(self, memory: native.Memory, memory_type: int, *, device: str, ucx_allocated: bool) -> Region:
+        if memory.memory_type != memory_type:
+            seen = memory.memory_type
+            memory.close()
+            raise RegistrationError(
+                f"UCX sees memory type {seen} where {device} is {memory_type}: it would not use the device's lanes",
+                field="device",
+                value=device,
+                fix="Check that UCX was built with CUDA support (`ucx_info -d | grep cuda`)",
+            )
+        return Region(memory, device=device, ucx_allocated=ucx_allocated)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise TransportError(
+                f"the UCX context was made in process {self._pid} and cannot be used in its forked child {os.getpid()}",
+                fix="Start processes with multiprocessing's 'spawn' method, or make the engine after the fork",
+            )
+
+
+def _memory_type(device: str) -> int:
+    if device == "cpu":
+        return native.HOST
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and index.isdecimal():
+        return native.CUDA
+    raise ConfigError("must be 'cpu' or 'cuda:N'", field="device", value=device)
+
+
+def _available_nbytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+_default: Context | None = None
+_default_lock = threading.Lock()
+
+
+def default_context(options: Mapping[str, str] | None = None) -> Context:
+    """The context of this process: made by the first call, the same ever after.
+
+    Args:
+        options: as of `Context`; None takes whatever there is.
+
+    Raises:
+        ConfigError: the context exists already, with other options.
+    """
+    global _default  # noqa: PLW0603 - the one piece of module state (DESIGN.md, rooms)
+    with _default_lock:
+        if _default is None:
+            _default = Context(options)
+        elif options is not None and dict(options) != _default.options:
+            raise ConfigError(
+                f"the UCX context of this process exists already, with {_default.options}",
+                field="options",
+                value=dict(options),
+                fix="Set UCX options before the first pool or engine is made",
+            )
+        return _default

@@ -1,0 +1,75 @@
+"""Which transports carry RMA on an endpoint: read from UCX's own report, never assumed.
+
+UCX falls back to software emulation (active messages that the target's CPU copies) without a word; here it gets one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["Lane", "LaneReport", "parse_lanes"]
+
+_LANE = re.compile(
+    r"^#\s*lane\[\d+\]:\s+\d+:(?P<transport>[^/\s]+)/(?P<device>\S+)\s+md\[\d+\]\s+->\s+\S+(?P<roles>.*)$"
+)
+_RMA_ROLE = re.compile(r"\brma(_bw#\d+)?(?=\s|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One UCX lane."""
+
+    transport: str
+    """UCX's name: ``cma``, ``sysv``, ``tcp``, ``rc_mlx5``, ``cuda_ipc`` ..."""
+    device: str
+    """UCX's name of the device: ``memory``, ``lo``, ``mlx5_0:1`` ..."""
+
+    def __str__(self) -> str:
+        return f"{self.transport}/{self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    """What one endpoint uses."""
+
+    rma: tuple[Lane, ...]
+    """Lanes that move bytes one-sided; empty means that UCX emulates RMA in software."""
+    messages: tuple[Lane, ...]
+    """Lanes for everything else."""
+    error_handling: bool
+    """True if UCX reports a dead peer on this endpoint."""
+
+    @property
+    def emulated(self) -> bool:
+        """True if puts are copied by the target's CPU out of messages: correct, and slow."""
+        return not self.rma
+
+    @property
+    def name(self) -> str:
+        """The transport that carries RMA, e.g. ``"cma"``, ``"tcp"`` or ``"tcp (emulated)"``."""
+        if self.rma:
+            return "+".join(dict.fromkeys(lane.transport for lane in self.rma))
+        return "+".join(dict.fromkeys(lane.transport for lane in self.messages)) + " (emulated)"
+
+
+def parse_lanes(info: str, *, error_handling: bool) -> LaneReport:
+    """Reads the text of ``ucp_ep_print_info``.
+
+    >>> report = parse_lanes(
+    ...     "#   lane[0]:  4:posix/memory.0 md[3]  -> md[3]/posix/sysdev[255] seg 42 am keepalive\\n"
+    ...     "#   lane[1]:  5:cma/memory.0 md[4]    -> md[4]/cma/sysdev[255] seg 42 rma_bw#0\\n",
+    ...     error_handling=True,
+    ... )
+    >>> report.name, report.emulated, str(report.messages[0])
+    ('cma', False, 'posix/memory')
+    """
+    rma: list[Lane] = []
+    messages: list[Lane] = []
+    for line in info.splitlines():
+        found = _LANE.match(line)
+        if found is None:
+            continue
+        lane = Lane(transport=found["transport"], device=re.sub(r"\.\d+$", "", found["device"]))
+        (rma if _RMA_ROLE.search(found["roles"]) else messages).append(lane)
+    return LaneReport(rma=tuple(rma), messages=tuple(messages), error_handling=error_handling)

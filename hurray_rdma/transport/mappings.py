@@ -1,0 +1,25 @@
+"""What kind of memory backs an address of this process, as the kernel reports it in ``/proc/self/maps``."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["mapping_kind"]
+
+_LINE = re.compile(r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<mode>\S+) \S+ \S+ \S+\s*(?P<path>.*)$")
+
+
+def mapping_kind(address: int) -> str:
+    """``"sysv"``, ``"posix"``, ``"shared"`` (another shared mapping) or ``"private"``."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            found = _LINE.match(line.rstrip("\n"))
+            if found is None or not int(found["start"], 16) <= address < int(found["end"], 16):
+                continue
+            if found["mode"][3] != "s":
+                return "private"
+            path = found["path"]
+            if path.startswith("/SYSV"):
+                return "sysv"
+            return "posix" if path.startswith("/dev/shm/") or "ucx_shm" in path else "shared"
+    return "private"

@@ -1,0 +1,93 @@
+"""Memory as UCX sees it: spans of this process (`Region`) and of a peer (`RemoteRegion`).
+
+Knows addresses, lengths and rkeys; never pages. Mine and theirs are different types, so that one cannot be passed for
+the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.errors import RegistrationError
+from hurray_rdma.transport.binding import native
+from hurray_rdma.transport.envelope import seal
+
+__all__ = ["Region", "RemoteRegion"]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """A peer's region, as it announced it. Whoever holds the rkey can read and write all of it."""
+
+    remote_addr: int
+    """First byte, an address in the peer's process."""
+    nbytes: int
+    """Length in bytes, > 0."""
+    rkey: bytes
+    """The packed UCX rkey in its envelope (`hurray_rdma.transport.envelope`)."""
+
+
+class Region:
+    """One span of this process's memory, registered with UCX (``ucp_mem_map``).
+
+    Made by `Context.allocate` and `Context.register`. Closing deregisters; host memory that UCX allocated stays mapped
+    until the last array over it is gone, so that no view dangles.
+    """
+
+    def __init__(self, memory: native.Memory, *, device: str, ucx_allocated: bool) -> None:
+        self._memory = memory
+        self.device = device
+        """``"cpu"`` or ``"cuda:N"``."""
+        self.ucx_allocated = ucx_allocated
+        """True if a peer on this host may be able to map it (`RemoteMemory.path`)."""
+
+    @property
+    def address(self) -> int:
+        """First byte, an address in this process."""
+        return self._memory.address
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self._memory.nbytes
+
+    @property
+    def closed(self) -> bool:
+        return self._memory.closed
+
+    @property
+    def memory(self) -> native.Memory:
+        """The native handle, for posting.
+
+        Raises:
+            RegistrationError: the region is closed.
+        """
+        if self._memory.closed:
+            raise RegistrationError("the region is closed", field="region", value=repr(self))
+        return self._memory
+
+    def remote(self) -> RemoteRegion:
+        """What a peer needs to reach this region (``ucp_rkey_pack``)."""
+        return RemoteRegion(remote_addr=self.address, nbytes=self.nbytes, rkey=seal(self.memory.pack_rkey()))
+
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes, uint8 ``[nbytes]``, writable, host memory only; keeps the region's memory alive.
+
+        Raises:
+            RegistrationError: the region is closed, or not host memory.
+        """
+        try:
+            return np.frombuffer(memoryview(self.memory), dtype=np.uint8)
+        except BufferError as error:
+            raise RegistrationError(str(error), field="device", value=self.device) from error
+
+    def close(self) -> None:
+        """Deregisters (``ucp_mem_unmap``): rkeys of it are void from now on. Idempotent."""
+        self._memory.close()
+
+    def __repr__(self) -> str:
+        state = " [closed]" if self.closed else ""
+        return f"<Region {self.device} {self.address:#x} +{self.nbytes}{state}>"

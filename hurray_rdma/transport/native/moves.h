@@ -1,0 +1,68 @@
+/*
+ * The loops that move a plan: post puts or gets over one endpoint and wait for them, or copy through a mapping of the
+ * peer's memory. They know addresses, offsets and lengths, and nothing of pages; they decide nothing. All of them run
+ * without the GIL.
+ */
+#ifndef HURRAY_MOVES_H
+#define HURRAY_MOVES_H
+
+#include <stdint.h>
+#include <ucp/api/ucp.h>
+
+typedef enum { HURRAY_PUT = 0, HURRAY_GET = 1 } hurray_direction_t;
+
+typedef struct {
+    const uint64_t *local_offsets;  /* bytes, relative to local_base */
+    const uint64_t *remote_offsets; /* bytes, relative to remote_base */
+    const uint64_t *lengths;        /* bytes, each > 0 */
+    uint64_t count;
+} hurray_plan_t;
+
+typedef struct {
+    uint64_t posted;      /* operations handed to UCX, or pieces copied */
+    uint64_t completed;   /* of those, locally complete */
+    uint64_t nbytes;      /* bytes of the posted operations */
+    ucs_status_t status;  /* UCS_OK, the first failure, UCS_ERR_TIMED_OUT or UCS_ERR_CANCELED */
+} hurray_outcome_t;
+
+/*
+ * Posts every piece with at most `window` operations outstanding, then flushes the endpoint: on UCS_OK all bytes are
+ * at their destination. `stop` may become non-zero at any time (from another thread): posting ends, what is in flight
+ * is waited for. `deadline_ns` is CLOCK_MONOTONIC. When outcome.completed < outcome.posted the local memory is still
+ * in use by UCX: only closing the endpoint by force ends that.
+ */
+hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_t direction, uint64_t local_base,
+                             ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
+                             uint64_t window, const volatile int *stop, uint64_t deadline_ns);
+
+/* Waits until all that was posted on the endpoint before is complete at the remote side (ucp_ep_flush_nbx). */
+ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, uint64_t deadline_ns);
+
+typedef struct hurray_closing hurray_closing_t;
+
+/*
+ * Begins to close an endpoint (ucp_ep_close_nbx); no other call may use it from now on. By force what is in flight is
+ * cancelled at once, which UCX allows only with error handling; without, the close waits for the peer to take it.
+ * NULL: out of memory, nothing was begun.
+ */
+hurray_closing_t *hurray_close_begin(ucp_ep_h ep, int force);
+
+/* UCS_OK once UCX has let go of the endpoint and of all memory it used; UCS_ERR_TIMED_OUT: not yet, call again. */
+ucs_status_t hurray_close_wait(ucp_worker_h worker, hurray_closing_t *closing, uint64_t deadline_ns);
+
+/* Ends the caller's interest; a close that is still going on goes on. */
+void hurray_close_drop(hurray_closing_t *closing);
+
+/*
+ * Copies pieces between two addresses of this process, with stores that bypass the cache where the CPU has them
+ * (the pages are not read here again). A store fence orders all of them before anything that follows.
+ */
+hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
+                             const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
+                             const volatile int *stop, uint64_t deadline_ns);
+
+/* The same with memcpy: the yardstick that reports compare with. */
+void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,
+                   const uint64_t *lengths, uint64_t count);
+
+#endif

@@ -1,0 +1,36 @@
+from libc.stdint cimport uint64_t
+from ucp cimport ucp_ep_h, ucp_mem_h, ucp_rkey_h, ucp_worker_h, ucs_status_t
+
+cdef extern from "moves.h" nogil:
+    ctypedef enum hurray_direction_t:
+        HURRAY_PUT
+        HURRAY_GET
+
+    ctypedef struct hurray_plan_t:
+        const uint64_t *local_offsets
+        const uint64_t *remote_offsets
+        const uint64_t *lengths
+        uint64_t count
+
+    ctypedef struct hurray_outcome_t:
+        uint64_t posted
+        uint64_t completed
+        uint64_t nbytes
+        ucs_status_t status
+
+    hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_t direction, uint64_t local_base,
+                                 ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
+                                 uint64_t window, const int *stop, uint64_t deadline_ns)
+    ctypedef struct hurray_closing_t:
+        pass
+
+    hurray_closing_t *hurray_close_begin(ucp_ep_h ep, int force)
+    ucs_status_t hurray_close_wait(ucp_worker_h worker, hurray_closing_t *closing, uint64_t deadline_ns)
+    void hurray_close_drop(hurray_closing_t *closing)
+
+    ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, uint64_t deadline_ns)
+    hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
+                                 const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
+                                 const int *stop, uint64_t deadline_ns)
+    void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,
+                       const uint64_t *lengths, uint64_t count)

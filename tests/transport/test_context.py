@@ -1,0 +1,109 @@
+"""Registration: memory kept alive, views that never dangle, failures that raise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
+from hurray_rdma.testing.processes import Child
+from hurray_rdma.transport import Context, default_context
+
+
+def test_allocated_memory_is_zero_and_outlives_its_region_while_viewed() -> None:
+    region = Context().allocate(1 << 20)
+    array = region.array()
+    assert array.shape == (1 << 20,)
+    assert not array.any()
+    region.close()
+    region.close()
+    array[:] = 7
+    assert (array == 7).all()
+    with pytest.raises(RegistrationError, match="closed"):
+        region.array()
+    with pytest.raises(RegistrationError, match="closed"):
+        region.remote()
+
+
+def test_registered_memory_is_the_callers() -> None:
+    array = np.arange(4096, dtype=np.uint8)
+    region = Context().register(array.ctypes.data, array.nbytes, owner=array)
+    assert region.address == array.ctypes.data
+    array[3] = 99
+    assert region.array()[3] == 99
+    region.close()
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (4096, 0), (-1, 10)])
+def test_spans_that_cannot_be_are_refused(address: int, nbytes: int) -> None:
+    with pytest.raises(RegistrationError):
+        Context().register(address, nbytes, owner=None)
+
+
+def test_allocation_that_cannot_be_is_an_error_with_the_size() -> None:
+    with pytest.raises(RegistrationError) as caught:
+        Context().allocate(1 << 60)
+    assert caught.value.value == 1 << 60
+
+
+def test_device_names_are_checked() -> None:
+    for device in ("gpu", "cuda", "cuda:x", ""):
+        with pytest.raises(ConfigError) as caught:
+            Context().allocate(4096, device=device)
+        assert caught.value.value == device
+
+
+def test_host_memory_is_not_taken_for_a_gpus() -> None:
+    array = np.zeros(4096, np.uint8)
+    with pytest.raises(RegistrationError):
+        Context().register(array.ctypes.data, array.nbytes, owner=array, device="cuda:0")
+
+
+def test_unknown_transport_is_an_error() -> None:
+    with pytest.raises((TransportError, RegistrationError)):
+        Context({"TLS": "carrier_pigeon"}).open_worker()
+
+
+def contradict(connection: Connection) -> None:
+    first = default_context({"TLS": "tcp"})
+    assert default_context() is first
+    assert default_context({"TLS": "tcp"}) is first
+    with pytest.raises(ConfigError):
+        default_context({"TLS": "cma"})
+    connection.send("done")
+
+
+def test_default_context_is_made_once_and_contradictions_are_errors() -> None:
+    with Child(contradict) as child:
+        assert child.receive() == "done"
+
+
+def fork_after_init(connection: Connection) -> None:
+    context = Context()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            context.allocate(4096)
+        except TransportError as error:
+            os._exit(0 if "spawn" in str(error) else 3)
+        os._exit(4)
+    connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def test_forked_child_is_refused_with_the_way_out() -> None:
+    with Child(fork_after_init) as child:
+        assert child.receive() == 0
+
+
+def test_importing_the_package_loads_no_ucx_and_the_environment_stays() -> None:
+    script = (
+        "import os, sys; before = dict(os.environ); import hurray_rdma; assert 'libucx' not in sys.modules;"
+        "import hurray_rdma.transport; assert dict(os.environ) == before, set(os.environ) - set(before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

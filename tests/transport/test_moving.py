@@ -1,0 +1,226 @@
+"""Two real processes over real UCX: every byte compared, the lane asserted."""
+
+from __future__ import annotations
+
+import signal
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from hurray_rdma.errors import (
+    DeadlineExceededError,
+    GeometryError,
+    HurrayError,
+    PeerLostError,
+    ProtocolError,
+    TransferAbortedError,
+    TransportError,
+)
+from hurray_rdma.testing.processes import Child
+from hurray_rdma.transport import Context, Path, StopFlag
+
+PAGE = 8192
+NUM_PAGES = 512
+NBYTES = PAGE * NUM_PAGES
+
+
+def target(connection: Connection, options: dict[str, str], allocate: bool) -> None:
+    """Owns a region filled with 0xEE; hands out its address, reports its bytes when asked."""
+    context = Context(options)
+    worker = context.open_worker()
+    if allocate:
+        region = context.allocate(NBYTES)
+        array = region.array()
+    else:
+        array = np.empty(NBYTES, np.uint8)
+        region = context.register(array.ctypes.data, NBYTES, owner=array)
+    array[:] = 0xEE
+    connection.send((worker.address, region.remote()))
+    while connection.recv() == "read":
+        connection.send(array.copy())
+    region.close()
+    worker.close()
+
+
+def offsets(pages: np.ndarray) -> np.ndarray:
+    return (pages * PAGE).astype(np.uint64)
+
+
+def scattered(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.permutation(NUM_PAGES)[: NUM_PAGES // 2], random.permutation(NUM_PAGES)[: NUM_PAGES // 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "allocate", "path", "lanes"),
+    [
+        ({}, True, Path.MAPPED, {"sysv", "posix"}),
+        ({}, False, Path.PUT, {"cma"}),
+        ({"TLS": "tcp"}, True, Path.PUT, {"tcp"}),
+        ({"TLS": "tcp"}, False, Path.PUT, {"tcp"}),
+    ],
+    ids=["shared memory", "cma", "tcp, UCX memory", "tcp, caller's memory"],
+)
+def test_scattered_pages_arrive_over_the_lane_that_is_named(
+    options: dict[str, str], allocate: bool, path: Path, lanes: set[str]
+) -> None:
+    with Child(target, options, allocate) as child:
+        address, remote = child.receive()
+        context = Context(options)
+        worker = context.open_worker()
+        src = context.allocate(NBYTES)
+        src.array()[:] = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
+        endpoint = worker.connect(address, timeout_s=10)
+        memory = endpoint.open_region(remote)
+        assert memory.path is path
+        assert memory.lane in lanes
+        assert not endpoint.lanes.emulated
+
+        src_pages, dst_pages = scattered(2)
+        moved = memory.write(
+            src,
+            src_base=0,
+            dst_base=0,
+            src_offsets=offsets(src_pages),
+            dst_offsets=offsets(dst_pages),
+            lengths=np.full(len(src_pages), PAGE, np.uint64),
+            stop=StopFlag(),
+            timeout_s=20,
+        )
+        child.send("read")
+        got = child.receive().reshape(NUM_PAGES, PAGE)
+        expected = np.full((NUM_PAGES, PAGE), 0xEE, np.uint8)
+        expected[dst_pages] = src.array().reshape(NUM_PAGES, PAGE)[src_pages]
+        assert np.array_equal(got, expected)
+        assert (moved.num_operations, moved.nbytes) == (len(src_pages), len(src_pages) * PAGE)
+        child.send("end")
+        assert endpoint.close()
+        worker.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"TLS": "tcp"}], ids=["cma", "tcp"])
+def test_killed_target_is_an_error_and_not_the_end_of_this_process(options: dict[str, str]) -> None:
+    with Child(target, options, False) as child:
+        address, remote = child.receive()
+        context = Context(options)
+        worker = context.open_worker()
+        src = context.allocate(NBYTES)
+        endpoint = worker.connect(address, timeout_s=10)
+        memory = endpoint.open_region(remote)
+        child.signal(signal.SIGKILL)
+        child.join()
+        everything = offsets(np.arange(NUM_PAGES))
+        with pytest.raises((PeerLostError, TransportError)) as caught:
+            memory.write(
+                src,
+                src_base=0,
+                dst_base=0,
+                src_offsets=everything,
+                dst_offsets=everything,
+                lengths=np.full(NUM_PAGES, PAGE, np.uint64),
+                stop=StopFlag(),
+                timeout_s=10,
+            )
+        assert isinstance(caught.value, HurrayError)
+        assert endpoint.close()
+        worker.close()
+
+
+def test_stopped_target_over_tcp_ends_at_the_deadline() -> None:
+    with Child(target, {"TLS": "tcp"}, False) as child:
+        address, remote = child.receive()
+        context = Context({"TLS": "tcp"})
+        worker = context.open_worker()
+        src = context.allocate(NBYTES)
+        endpoint = worker.connect(address, timeout_s=10)
+        memory = endpoint.open_region(remote)
+        child.signal(signal.SIGSTOP)
+        everything = np.tile(offsets(np.arange(NUM_PAGES)), 8)  # more than socket buffers hold
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            memory.write(
+                src,
+                src_base=0,
+                dst_base=0,
+                src_offsets=everything,
+                dst_offsets=everything,
+                lengths=np.full(len(everything), PAGE, np.uint64),
+                stop=StopFlag(),
+                timeout_s=0.5,
+            )
+        assert time.monotonic() - started < 10
+        # UCX cannot cancel a tcp operation: it says so, and the source stays registered whatever its owner does.
+        assert not endpoint.quiet
+        view = src.array()
+        src.close()
+        view[:] = 1
+        with pytest.raises(TransportError, match="closed"):
+            endpoint.flush(timeout_s=1)
+        child.signal(signal.SIGKILL)
+        child.join()
+        assert endpoint.close()
+        assert endpoint.quiet
+        worker.close()
+
+
+def test_pieces_outside_either_region_are_refused_before_anything_moves() -> None:
+    with Child(target, {}, True) as child:
+        address, remote = child.receive()
+        context = Context()
+        worker = context.open_worker()
+        src = context.allocate(NBYTES)
+        endpoint = worker.connect(address, timeout_s=10)
+        memory = endpoint.open_region(remote)
+        good, length = np.array([0], np.uint64), np.array([PAGE], np.uint64)
+        for bad in (NBYTES - PAGE + 1, 2**64 - 1):
+            beyond = np.array([bad], np.uint64)
+            for field, src_at, dst_at in (("src_offsets", beyond, good), ("dst_offsets", good, beyond)):
+                with pytest.raises(GeometryError) as caught:
+                    memory.write(
+                        src,
+                        src_base=0,
+                        dst_base=0,
+                        src_offsets=src_at,
+                        dst_offsets=dst_at,
+                        lengths=length,
+                        stop=StopFlag(),
+                        timeout_s=1,
+                    )
+                assert caught.value.field == f"{field}[0]"
+                assert caught.value.value == bad
+        stop = StopFlag()
+        stop.set()
+        with pytest.raises(TransferAbortedError):
+            memory.write(
+                src,
+                src_base=0,
+                dst_base=0,
+                src_offsets=good,
+                dst_offsets=good,
+                lengths=length,
+                stop=stop,
+                timeout_s=1,
+            )
+        child.send("read")
+        assert (child.receive() == 0xEE).all()
+        child.send("end")
+        endpoint.close()
+        worker.close()
+
+
+def test_damaged_address_and_rkey_never_reach_ucx() -> None:
+    context = Context()
+    worker = context.open_worker()
+    region = context.allocate(4096)
+    remote = region.remote()
+    for broken in (b"", b"x" * 40, worker.address[:-1], worker.address[:-1] + b"\0\0", b"y" + worker.address[1:]):
+        with pytest.raises(ProtocolError):
+            worker.connect(broken, timeout_s=1)
+    endpoint = worker.connect(worker.address, timeout_s=5)
+    for broken in (b"", remote.rkey[:-1], remote.rkey + b"\0"):
+        with pytest.raises(ProtocolError):
+            endpoint.open_region(type(remote)(remote_addr=remote.remote_addr, nbytes=remote.nbytes, rkey=broken))
+    endpoint.close()
+    worker.close()
