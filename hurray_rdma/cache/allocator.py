@@ -1,0 +1,286 @@
+"""Who holds which page: leases with reference counts, deadlines and quarantine.
+
+Knows page IDs and who holds them; knows neither memory nor peers, and no clock: deadlines are numbers that are compared
+with the ``now`` that a call is given. A page is free, leased (held by at least one living lease) or quarantined (held
+only by leases whose late writes cannot be ruled out yet), and the three always add up to the pool.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hurray_rdma.cache.runs import FreeRuns
+from hurray_rdma.errors import GeometryError, LeaseExpiredError, PoolExhaustedError
+
+__all__ = ["Lease", "LeaseState", "PageAccounts", "PageAllocator"]
+
+
+class LeaseState(Enum):
+    """What has become of a lease."""
+
+    HELD = "held"
+    """Its pages are its holder's."""
+    QUARANTINED = "quarantined"
+    """Nobody's, until `PageAllocator.recover`."""
+    RELEASED = "released"
+    """Its pages went back."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageAccounts:
+    """Where all pages are; ``free + leased + quarantined == num_pages``."""
+
+    num_pages: int
+    free: int
+    leased: int
+    """Held by at least one lease that is in its holder's hands."""
+    quarantined: int
+    """Held by quarantined leases only."""
+    num_leases: int
+    """Leases that hold pages, quarantined ones included."""
+    num_free_runs: int
+    """Stretches of consecutive free pages; 1 when nothing is fragmented."""
+
+
+class Lease:
+    """Pages in somebody's hands. Made by `PageAllocator.lease` and `PageAllocator.retain`."""
+
+    __slots__ = ("_allocator", "_page_ids", "_state", "deadline", "reason")
+
+    def __init__(self, allocator: PageAllocator, page_ids: NDArray[np.uint32], deadline: float | None) -> None:
+        self._allocator = allocator
+        self._page_ids = page_ids
+        self._state = LeaseState.HELD
+        self.deadline = deadline
+        """When `PageAllocator.expire` takes the pages away, on the caller's clock; None is never."""
+        self.reason: str | None = None
+        """Why it was quarantined."""
+
+    @property
+    def state(self) -> LeaseState:
+        return self._state
+
+    @property
+    def page_ids(self) -> NDArray[np.uint32]:
+        """The pages, uint32 ``[count]``, read-only, in the order in which they were leased.
+
+        Raises:
+            LeaseExpiredError: they are not this lease's any more.
+        """
+        if self._state is not LeaseState.HELD:
+            why = f": {self.reason}" if self.reason else ""
+            raise LeaseExpiredError(f"Lease.page_ids: the lease is {self._state.value}{why}")
+        return self._page_ids
+
+    def release(self) -> None:
+        """Gives the pages back (or this lease's share in them). Harmless when repeated, or after a quarantine."""
+        self._allocator._release(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __len__(self) -> int:
+        """Pages, whatever the state."""
+        return len(self._page_ids)
+
+    def __repr__(self) -> str:
+        return f"<Lease of {len(self._page_ids)} pages [{self._state.value}]>"
+
+
+class PageAllocator:
+    """Hands out the pages of one pool. Thread-safe; each call costs time per page that it is about.
+
+    Args:
+        num_pages: pages in the pool, >= 1.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if not 1 <= num_pages <= 2**32 - 1:
+            raise GeometryError("must be from 1 to 2**32 - 1", field="num_pages", value=num_pages)
+        self._num_pages = num_pages
+        self._lock = threading.Lock()
+        self._free = FreeRuns(num_pages)
+        self._holders = np.zeros(num_pages, np.uint32)
+        """Per page, the leases that hold it, quarantined ones included."""
+        self._suspects = np.zeros(num_pages, np.uint32)
+        """Per page, the quarantined leases that hold it."""
+        self._num_quarantined = 0
+        self._leases: set[Lease] = set()
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    def lease(self, count: int, /, *, deadline: float | None = None) -> Lease:
+        """Takes ``count`` free pages, all or none; consecutive ones where there are.
+
+        Args:
+            count: pages, >= 0.
+            deadline: as of `Lease.deadline`.
+
+        Raises:
+            PoolExhaustedError: ``value`` is ``count``. ``fix`` tells "not now" from "never": see `never_fits`.
+        """
+        if count < 0:
+            raise GeometryError("must be 0 or more", field="count", value=count)
+        with self._lock:
+            if count > len(self._free):
+                raise self._exhausted(count)
+            page_ids = self._free.take(count)
+            return self._new_lease(page_ids, deadline)
+
+    def never_fits(self, count: int, /) -> bool:
+        """True if no wait can make room for ``count`` pages."""
+        return count > self._num_pages
+
+    def retain(self, page_ids: ArrayLike, /, *, deadline: float | None = None) -> Lease:
+        """A further lease of pages that are leased already: they go back when the last lease of them has.
+
+        Args:
+            page_ids: integers ``[count]``, none twice.
+            deadline: as of `Lease.deadline`.
+
+        Raises:
+            GeometryError: a page ID is out of range or repeated.
+            LeaseExpiredError: nobody holds one of the pages; none was retained.
+        """
+        wanted = self._checked_ids(page_ids)
+        with self._lock:
+            unheld = self._holders[wanted] == self._suspects[wanted]
+            if unheld.any():
+                at = int(unheld.argmax())
+                raise LeaseExpiredError(
+                    "nobody holds the page", field=f"page_ids[{at}]", value=int(wanted[at]), fix="Lease pages first"
+                )
+            return self._new_lease(wanted, deadline)
+
+    def quarantine(self, lease: Lease, /, *, reason: str) -> None:
+        """Takes the pages out of use, since a late write into them cannot be ruled out. Harmless unless ``HELD``."""
+        with self._lock:
+            self._quarantine(lease, reason)
+
+    def recover(self, lease: Lease, /) -> None:
+        """Puts a quarantined lease's pages back into use: late writes are impossible now. Harmless when repeated.
+
+        Raises:
+            GeometryError: the lease was never quarantined, and is still held.
+        """
+        with self._lock:
+            if lease.state is LeaseState.HELD:
+                raise GeometryError("only a quarantined lease can be recovered", field="lease", value=repr(lease))
+            if lease.state is LeaseState.QUARANTINED:
+                page_ids = lease._page_ids
+                self._num_quarantined -= int((self._holders[page_ids] == 1).sum())
+                self._suspects[page_ids] -= np.uint32(1)
+                self._drop(lease)
+
+    def expire(self, now: float, /) -> tuple[Lease, ...]:
+        """Quarantines the held leases whose deadline is at or before ``now``; returns them, earliest deadline first."""
+        with self._lock:
+            due = [
+                lease
+                for lease in self._leases
+                if lease.deadline is not None and lease.deadline <= now and lease.state is LeaseState.HELD
+            ]
+            due.sort(key=lambda lease: lease.deadline or 0.0)
+            for lease in due:
+                self._quarantine(lease, f"the lease ended at {lease.deadline}, it is {now}")
+            return tuple(due)
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a held lease."""
+        with self._lock:
+            held = (lease.deadline for lease in self._leases if lease.state is LeaseState.HELD)
+            return min((deadline for deadline in held if deadline is not None), default=None)
+
+    def quarantined(self) -> tuple[Lease, ...]:
+        """The leases in quarantine."""
+        with self._lock:
+            return tuple(lease for lease in self._leases if lease.state is LeaseState.QUARANTINED)
+
+    def accounts(self) -> PageAccounts:
+        """Where all pages are, at one moment."""
+        with self._lock:
+            return self._accounts()
+
+    def _accounts(self) -> PageAccounts:
+        free = len(self._free)
+        return PageAccounts(
+            num_pages=self._num_pages,
+            free=free,
+            leased=self._num_pages - free - self._num_quarantined,
+            quarantined=self._num_quarantined,
+            num_leases=len(self._leases),
+            num_free_runs=self._free.num_runs,
+        )
+
+    def _exhausted(self, count: int) -> PoolExhaustedError:
+        if self.never_fits(count):
+            return PoolExhaustedError(
+                f"is above the pool's {self._num_pages} pages: it never fits",
+                field="count",
+                value=count,
+                fix="Make the pool larger, or ask for less",
+            )
+        now = self._accounts()
+        return PoolExhaustedError(
+            f"is above the {now.free} free pages "
+            f"({now.leased} leased, {now.quarantined} quarantined, of {now.num_pages})",
+            field="count",
+            value=count,
+            fix="Wait until leases are released",
+        )
+
+    def _checked_ids(self, page_ids: ArrayLike) -> NDArray[np.uint32]:
+        array = np.asarray(page_ids)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise GeometryError("must be integers in one axis", field="page_ids", value=(array.dtype, array.shape))
+        if array.size and (int(array.min()) < 0 or int(array.max()) >= self._num_pages):
+            at = int(((array < 0) | (array >= self._num_pages)).argmax())
+            raise GeometryError(
+                f"is not below num_pages {self._num_pages}", field=f"page_ids[{at}]", value=int(array[at])
+            )
+        ids = array.astype(np.uint32)
+        in_order = np.sort(ids)
+        twice = in_order[1:][in_order[1:] == in_order[:-1]]
+        if len(twice):
+            raise GeometryError("must not name a page twice", field="page_ids", value=int(twice[0]))
+        return ids
+
+    def _new_lease(self, page_ids: NDArray[np.uint32], deadline: float | None) -> Lease:
+        page_ids.setflags(write=False)
+        self._holders[page_ids] += np.uint32(1)
+        lease = Lease(self, page_ids, deadline)
+        self._leases.add(lease)
+        return lease
+
+    def _release(self, lease: Lease) -> None:
+        with self._lock:
+            if lease.state is LeaseState.HELD:
+                page_ids = lease._page_ids
+                suspects = self._suspects[page_ids]
+                self._num_quarantined += int(((suspects > 0) & (self._holders[page_ids] == suspects + 1)).sum())
+                self._drop(lease)
+
+    def _quarantine(self, lease: Lease, reason: str) -> None:
+        if lease.state is LeaseState.HELD:
+            page_ids = lease._page_ids
+            self._suspects[page_ids] += np.uint32(1)
+            self._num_quarantined += int((self._holders[page_ids] == self._suspects[page_ids]).sum())
+            lease._state = LeaseState.QUARANTINED
+            lease.reason = reason
+
+    def _drop(self, lease: Lease) -> None:
+        page_ids = lease._page_ids
+        self._holders[page_ids] -= np.uint32(1)
+        self._free.give(page_ids[self._holders[page_ids] == 0])
+        self._leases.discard(lease)
+        lease._state = LeaseState.RELEASED

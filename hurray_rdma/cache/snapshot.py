@@ -1,0 +1,188 @@
+"""Snapshots: a batch of sequences over a pool, as a block table in CSR form with token counts.
+
+Knows pages, tables and the descriptors that describe them; moves nothing and leases nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hurray_rdma.cache.pool import PagePool
+from hurray_rdma.cache.spec import PageOrder
+from hurray_rdma.errors import GeometryError
+from hurray_rdma.format import Descriptor, DeviceTag, KvRole
+
+__all__ = ["Snapshot"]
+
+_ALIGNMENT_NBYTES = 4096
+
+
+class Snapshot:
+    """Sequences whose tokens are in pages of ``pool``. The index arrays are copies, and read-only.
+
+    A sequence may own pages beyond its tokens (allocated ahead): they are in the table, and never travel.
+
+    Args:
+        pool: where the pages are.
+        block_table: page IDs of all sequences, one after the other, integers ``[seq_ptr[-1]]``.
+        seq_ptr: where each sequence starts in ``block_table``, counted in pages, integers ``[num_seqs + 1]``.
+        seq_lens: tokens of each sequence, integers ``[num_seqs]``.
+
+    Raises:
+        GeometryError: a page ID is not below ``pool.num_pages``, or the arrays do not fit together (ADR-024, storage
+            invariants); the message has the place and the numbers.
+    """
+
+    def __init__(self, pool: PagePool, block_table: ArrayLike, seq_ptr: ArrayLike, seq_lens: ArrayLike) -> None:
+        self.pool = pool
+        self.block_table = _uint32("block_table", block_table)
+        """uint32 ``[seq_ptr[-1]]``."""
+        self.seq_ptr = _uint32("seq_ptr", seq_ptr)
+        """uint32 ``[num_seqs + 1]``, in pages."""
+        self.seq_lens = _uint32("seq_lens", seq_lens)
+        """uint32 ``[num_seqs]``, in tokens."""
+        _check_indices(
+            self.block_table,
+            self.seq_ptr,
+            self.seq_lens,
+            num_pages=pool.num_pages,
+            page_size=pool.spec.page_size,
+        )
+
+    @classmethod
+    def from_block_tables(cls, pool: PagePool, tables: Sequence[ArrayLike], *, seq_lens: ArrayLike) -> Snapshot:
+        """From one list of page IDs per sequence; sequences that share a prefix name the same pages.
+
+        Raises:
+            GeometryError: as of the class.
+        """
+        rows = [_uint32(f"tables[{seq}]", table) for seq, table in enumerate(tables)]
+        seq_ptr = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=seq_ptr[1:])
+        return cls(pool, np.concatenate(rows) if rows else np.empty(0, np.uint32), seq_ptr, seq_lens)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all sequences; a token in an aliased page counts once for each sequence."""
+        return int(self.seq_lens.sum(dtype=np.uint64))
+
+    def seq_pages(self, seq: int, /) -> NDArray[np.uint32]:
+        """Page IDs of one sequence, those allocated ahead included, read-only.
+
+        Raises:
+            GeometryError: there is no such sequence.
+        """
+        self._check_seq(seq)
+        return self.block_table[self.seq_ptr[seq] : self.seq_ptr[seq + 1]]
+
+    def descriptors(self) -> list[Descriptor]:
+        """One Hurray descriptor for each {kv_role, layer_index}, in the order of ``pool.spec.tensors``.
+
+        They describe this snapshot's ``block_table`` and ``seq_ptr`` as they are.
+        """
+        spec = self.pool.spec
+        device_tag = DeviceTag.CPU if self.pool.device == "cpu" else DeviceTag.CUDA
+        return [
+            Descriptor.paged(
+                element_type=spec.element_type,
+                total_tokens=self.total_tokens,
+                num_heads=spec.num_heads,
+                head_dim=spec.head_dim,
+                page_size=spec.page_size,
+                num_pages=self.pool.num_pages,
+                num_seqs=self.num_seqs,
+                block_table_length=len(self.block_table),
+                kv_role=KvRole[role.upper()],
+                layer_index=layer,
+                device_tag=device_tag,
+                alignment=_ALIGNMENT_NBYTES,
+            )
+            for role, layer in spec.tensors
+        ]
+
+    def tokens(self, role: str, *, layer: int, seq: int) -> Any:
+        """A gathered copy of one sequence, ``[seq_len, num_heads, row_items]``, whatever the order inside pages.
+
+        Raises:
+            GeometryError: there is no such role, layer or sequence.
+        """
+        spec = self.pool.spec
+        pages = self.pool.pages(role, layer)
+        num_tokens = int(self.seq_lens[self._check_seq(seq)])
+        page_ids = self.seq_pages(seq)[: -(-num_tokens // spec.page_size)]
+        gathered = pages[page_ids]
+        if spec.order is PageOrder.HND:
+            gathered = gathered.swapaxes(1, 2)
+        return gathered.reshape(len(page_ids) * spec.page_size, spec.num_heads, spec.row_items)[:num_tokens]
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {self.num_seqs} sequences, {self.total_tokens} tokens, {len(self.block_table)} entries>"
+
+    def _check_seq(self, seq: int) -> int:
+        if not 0 <= seq < self.num_seqs:
+            raise GeometryError(f"must be from 0 to {self.num_seqs - 1}", field="seq", value=seq)
+        return seq
+
+
+def _uint32(name: str, values: ArrayLike) -> NDArray[np.uint32]:
+    """A read-only copy as uint32, checked before it is narrowed."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise GeometryError("must be integers in one axis", field=name, value=f"{array.dtype} {array.shape}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= 2**32):
+        at = int(((array < 0) | (array >= 2**32)).argmax())
+        raise GeometryError("must be from 0 to 2**32 - 1", field=f"{name}[{at}]", value=int(array[at]))
+    result = array.astype(np.uint32)
+    result.setflags(write=False)
+    return result
+
+
+def _check_indices(
+    block_table: NDArray[np.uint32],
+    seq_ptr: NDArray[np.uint32],
+    seq_lens: NDArray[np.uint32],
+    *,
+    num_pages: int,
+    page_size: int,
+) -> None:
+    if len(seq_ptr) != len(seq_lens) + 1:
+        raise GeometryError(
+            f"must be one more than the {len(seq_lens)} entries of seq_lens", field="len(seq_ptr)", value=len(seq_ptr)
+        )
+    if seq_ptr[0] != 0:
+        raise GeometryError("must be 0", field="seq_ptr[0]", value=int(seq_ptr[0]))
+    falls = seq_ptr[1:] < seq_ptr[:-1]
+    if falls.any():
+        at = int(falls.argmax()) + 1
+        raise GeometryError(
+            f"is below seq_ptr[{at - 1}] = {seq_ptr[at - 1]}", field=f"seq_ptr[{at}]", value=int(seq_ptr[at])
+        )
+    if seq_ptr[-1] != len(block_table):
+        raise GeometryError(
+            f"must be the {len(block_table)} entries of block_table",
+            field=f"seq_ptr[{len(seq_ptr) - 1}]",
+            value=int(seq_ptr[-1]),
+        )
+    if len(block_table) and int(block_table.max()) >= num_pages:
+        at = int((block_table >= num_pages).argmax())
+        raise GeometryError(
+            f"is not below num_pages {num_pages}", field=f"block_table[{at}]", value=int(block_table[at])
+        )
+    room = np.diff(seq_ptr.astype(np.int64)) * page_size
+    too_long = seq_lens > room
+    if too_long.any():
+        at = int(too_long.argmax())
+        raise GeometryError(
+            f"is above the {room[at]} tokens of its {room[at] // page_size} pages of {page_size}",
+            field=f"seq_lens[{at}]",
+            value=int(seq_lens[at]),
+            fix="Give the sequence more pages in the block table",
+        )

@@ -1,0 +1,130 @@
+"""Block tables as arrays: which pages of a batch travel, each of them once, and the table that names them elsewhere.
+
+Knows page IDs only. Both sides of a transfer run these on the offered table and get the same arrays, so that a grant
+need say no more than one destination page for each page that `dedupe` finds, in its order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.errors import GeometryError
+
+__all__ = ["dedupe", "rewrite", "valid_pages"]
+
+_DENSE_FACTOR = 8
+"""A lookup over all pages of a pool is used up to this many pages per table entry; sparser tables are sorted."""
+
+
+def valid_pages(
+    block_table: NDArray[np.uint32], seq_ptr: NDArray[np.uint32], seq_lens: NDArray[np.uint32], page_size: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Leaves out the table entries that hold no valid token: pages that were allocated ahead.
+
+    Args:
+        block_table: page IDs, uint32 ``[seq_ptr[-1]]``.
+        seq_ptr: uint32 ``[num_seqs + 1]``, pages.
+        seq_lens: uint32 ``[num_seqs]``, tokens.
+        page_size: tokens per page.
+
+    Returns:
+        ``block_table`` and ``seq_ptr`` without them; the arguments themselves when there are none.
+
+    Raises:
+        GeometryError: a sequence has more tokens than its pages hold.
+    """
+    starts = seq_ptr[:-1].astype(np.int64)
+    have = np.diff(seq_ptr.astype(np.int64))
+    need = -(-seq_lens.astype(np.int64) // page_size)
+    if (need > have).any():
+        at = int((need > have).argmax())
+        raise GeometryError(
+            f"is above the {have[at] * page_size} tokens of its {have[at]} pages of {page_size}",
+            field=f"seq_lens[{at}]",
+            value=int(seq_lens[at]),
+        )
+    if (need == have).all():
+        return block_table, seq_ptr
+    trimmed_ptr = np.zeros(len(seq_ptr), np.int64)
+    np.cumsum(need, out=trimmed_ptr[1:])
+    entries = np.arange(trimmed_ptr[-1]) + np.repeat(starts - trimmed_ptr[:-1], need)
+    return block_table[entries], trimmed_ptr.astype(np.uint32)
+
+
+def dedupe(block_table: NDArray[np.uint32], *, num_pages: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Each physical page once, however many entries alias it.
+
+    Args:
+        block_table: page IDs, uint32 ``[num_entries]``.
+        num_pages: pages of the pool they are of.
+
+    Returns:
+        ``(page_ids, inverse)``: the distinct page IDs, ascending (so that consecutive pages are neighbours), and for
+        each entry its place in ``page_ids``; both uint32.
+
+    Raises:
+        GeometryError: a page ID is not below ``num_pages``.
+    """
+    if len(block_table) and int(block_table.max()) >= num_pages:
+        at = int((block_table >= num_pages).argmax())
+        raise GeometryError(
+            f"is not below num_pages {num_pages}", field=f"block_table[{at}]", value=int(block_table[at])
+        )
+    if num_pages > _DENSE_FACTOR * len(block_table):
+        page_ids, inverse = np.unique(block_table, return_inverse=True)
+        return page_ids.astype(np.uint32), inverse.astype(np.uint32)
+    used = np.zeros(num_pages, np.bool_)
+    used[block_table] = True
+    page_ids = np.flatnonzero(used).astype(np.uint32)
+    place = np.empty(num_pages, np.uint32)
+    place[page_ids] = np.arange(len(page_ids), dtype=np.uint32)
+    return page_ids, place[block_table]
+
+
+def rewrite(
+    block_table: NDArray[np.uint32],
+    src_page_ids: NDArray[np.uint32],
+    dst_page_ids: NDArray[np.uint32],
+    *,
+    num_pages: int,
+) -> NDArray[np.uint32]:
+    """The table with every page ID replaced; entries that were equal stay equal. uint32 ``[num_entries]``.
+
+    Args:
+        block_table: page IDs of the source, uint32 ``[num_entries]``.
+        src_page_ids: distinct, ascending (as of `dedupe`), uint32 ``[n]``; all that the table names.
+        dst_page_ids: what each becomes, uint32 ``[n]``.
+        num_pages: pages of the source pool.
+
+    Raises:
+        GeometryError: the two lists differ in length, or the table names a page that is not among them.
+    """
+    _check_paired(src_page_ids, dst_page_ids)
+    if num_pages > _DENSE_FACTOR * len(block_table):
+        at = np.searchsorted(src_page_ids, block_table)
+        found = at < len(src_page_ids)
+        found[found] = src_page_ids[at[found]] == block_table[found]
+        _check_found(block_table, found)
+        return dst_page_ids[at].astype(np.uint32, copy=False)
+    known = np.zeros(num_pages, np.bool_)
+    known[src_page_ids] = True
+    _check_found(block_table, known[block_table])
+    lookup = np.empty(num_pages, np.uint32)
+    lookup[src_page_ids] = dst_page_ids
+    return lookup[block_table]
+
+
+def _check_paired(src_page_ids: NDArray[np.uint32], dst_page_ids: NDArray[np.uint32]) -> None:
+    if len(src_page_ids) != len(dst_page_ids):
+        raise GeometryError(
+            f"must be the number of source pages {len(src_page_ids)}",
+            field="len(dst_page_ids)",
+            value=len(dst_page_ids),
+        )
+
+
+def _check_found(block_table: NDArray[np.uint32], found: NDArray[np.bool_]) -> None:
+    if not found.all():
+        at = int((~found).argmax())
+        raise GeometryError("is not among src_page_ids", field=f"block_table[{at}]", value=int(block_table[at]))

@@ -1,0 +1,102 @@
+"""Snapshots: the tables of ADR-024, gathered tokens, descriptors, and refusals with places and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
+from hurray_rdma.errors import GeometryError
+from hurray_rdma.format import KvRole
+
+SPEC = CacheSpec(num_layers=2, num_heads=2, head_dim=4, page_size=3, dtype="bfloat16")
+
+
+@pytest.fixture(params=["NHD", "HND"])
+def pool(request: pytest.FixtureRequest) -> Iterator[PagePool]:
+    with PagePool.allocate(SPEC.with_order(request.param), 10) as pool:
+        for index, (role, layer) in enumerate(SPEC.tensors):
+            view = pool.pages(role, layer)
+            view[...] = np.random.default_rng(index).integers(0, 100, view.shape)
+        yield pool
+
+
+def test_tables_become_csr(pool: PagePool) -> None:
+    snapshot = Snapshot.from_block_tables(pool, [[7, 3, 9], [], [7, 2]], seq_lens=[8, 0, 4])
+    assert snapshot.block_table.tolist() == [7, 3, 9, 7, 2]
+    assert snapshot.seq_ptr.tolist() == [0, 3, 3, 5]
+    assert snapshot.seq_lens.tolist() == [8, 0, 4]
+    assert {a.dtype for a in (snapshot.block_table, snapshot.seq_ptr, snapshot.seq_lens)} == {np.dtype(np.uint32)}
+    assert (snapshot.num_seqs, snapshot.total_tokens) == (3, 12)
+    assert snapshot.seq_pages(2).tolist() == [7, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        snapshot.block_table[0] = 1
+
+
+def test_tokens_follow_the_formula_of_the_format(pool: PagePool) -> None:
+    snapshot = Snapshot.from_block_tables(pool, [[7, 3, 9], [7, 2, 5, 6]], seq_lens=[8, 4])
+    for role, layer in SPEC.tensors:
+        view = pool.pages(role, layer)
+        for seq, table in enumerate([[7, 3, 9], [7, 2]]):
+            tokens = snapshot.tokens(role, layer=layer, seq=seq)
+            assert tokens.shape == (snapshot.seq_lens[seq], 2, 4)
+            for token in range(len(tokens)):
+                page = view[table[token // 3]]
+                expected = page[:, token % 3] if pool.spec.order == "HND" else page[token % 3]
+                assert (tokens[token] == expected).all()
+
+
+def test_tokens_are_a_copy(pool: PagePool) -> None:
+    snapshot = Snapshot.from_block_tables(pool, [[1]], seq_lens=[3])
+    tokens = snapshot.tokens("key", layer=0, seq=0)
+    tokens[...] = 101
+    assert not (pool.pages("key", 0) == 101).any()
+
+
+def test_an_empty_batch_and_an_empty_sequence(pool: PagePool) -> None:
+    empty = Snapshot.from_block_tables(pool, [], seq_lens=[])
+    assert (empty.block_table.tolist(), empty.seq_ptr.tolist(), empty.total_tokens) == ([], [0], 0)
+    assert Snapshot.from_block_tables(pool, [[4]], seq_lens=[0]).tokens("key", layer=0, seq=0).shape == (0, 2, 4)
+
+
+def test_one_descriptor_per_role_and_layer(pool: PagePool) -> None:
+    descriptors = Snapshot.from_block_tables(pool, [[7, 3], [7]], seq_lens=[5, 3]).descriptors()
+    assert [(d.kv_role, d.layer_index) for d in descriptors] == [
+        (KvRole.KEY, 0),
+        (KvRole.VALUE, 0),
+        (KvRole.KEY, 1),
+        (KvRole.VALUE, 1),
+    ]
+    first = descriptors[0]
+    assert (first.total_tokens, first.num_heads, first.head_dim) == (8, 2, 4)
+    assert (first.page_size, first.num_pages, first.num_seqs) == (3, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([9, 10], [0, 2], [6]), r"block_table\[1\] = 10: is not below num_pages 10"),
+        (([9, -1], [0, 2], [6]), r"block_table\[1\] = -1"),
+        (([2**32], [0, 1], [1]), r"block_table\[0\] = 4294967296"),
+        (([1.5], [0, 1], [1]), "block_table = 'float64"),
+        (([9, 8], [1, 2], [3]), r"seq_ptr\[0\] = 1: must be 0"),
+        (([9, 8], [0, 2, 1], [3, 3]), r"seq_ptr\[2\] = 1: is below seq_ptr\[1\] = 2"),
+        (([9, 8], [0, 1], [3]), r"seq_ptr\[1\] = 1: must be the 2 entries of block_table"),
+        (([9, 8], [0, 1, 2], [3]), r"len\(seq_ptr\) = 3: must be one more than the 1 entries of seq_lens"),
+        (([9, 8], [0, 1, 2], [3, 4]), r"seq_lens\[1\] = 4: is above the 3 tokens of its 1 pages of 3"),
+        (([], [], []), r"len\(seq_ptr\) = 0"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused_with_place_and_numbers(
+    pool: PagePool, arguments: tuple[Any, Any, Any], message: str
+) -> None:
+    with pytest.raises(GeometryError, match=message):
+        Snapshot(pool, *arguments)
+
+
+def test_unknown_sequences_are_refused(pool: PagePool) -> None:
+    with pytest.raises(GeometryError, match="seq = 1: must be from 0 to 0"):
+        Snapshot.from_block_tables(pool, [[1]], seq_lens=[1]).tokens("key", layer=0, seq=1)

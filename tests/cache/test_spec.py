@@ -1,0 +1,71 @@
+"""CacheSpec: sizes by hand, and each field refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hurray_rdma.cache import CacheSpec, PageOrder
+from hurray_rdma.errors import GeometryError
+
+LLAMA: dict[str, Any] = {"num_layers": 32, "num_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+
+
+def test_llama_3_8b() -> None:
+    spec = CacheSpec(**LLAMA)
+    assert spec.page_nbytes == 16 * 8 * 128 * 2 == 32768
+    assert spec.page_shape == (16, 8, 128)
+    assert (spec.itemsize, spec.row_nbytes, spec.row_items) == (2, 256, 128)
+    assert spec.tensors[:3] == (("key", 0), ("value", 0), ("key", 1))
+    assert len(spec.tensors) == 64
+    assert spec.index("value", 31) == 63
+
+
+def test_heads_before_tokens() -> None:
+    spec = CacheSpec(**LLAMA, order="HND")
+    assert spec.page_shape == (8, 16, 128)
+    assert spec.with_order("NHD").order is PageOrder.NHD
+
+
+def test_packed_elements_are_bytes() -> None:
+    spec = CacheSpec(**(LLAMA | {"dtype": "int4"}))
+    assert (spec.row_nbytes, spec.row_items, spec.storage_dtype) == (64, 64, "uint8")
+
+
+def test_a_latent_cache_has_one_fused_role() -> None:
+    spec = CacheSpec(num_layers=61, num_heads=1, head_dim=576, page_size=64, dtype="bfloat16", roles=("fused",))
+    assert spec.page_nbytes == 64 * 576 * 2
+    assert spec.tensors == tuple(("fused", layer) for layer in range(61))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_layers", 0, "num_layers = 0: must be an integer from 1"),
+        ("num_heads", -1, "num_heads = -1"),
+        ("head_dim", 1.5, r"head_dim = 1\.5"),
+        ("page_size", True, "page_size = True"),
+        ("dtype", "bfloat17", "dtype = 'bfloat17': is no element type"),
+        ("roles", ("key", "key"), "roles = .* at most once"),
+        ("roles", ("key", "fused"), "roles = .* stands alone"),
+        ("roles", ("query",), r"roles = \('query',\)"),
+        ("order", "DHN", "order = 'DHN'"),
+    ],
+)
+def test_each_field_is_refused_by_name(field: str, value: object, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        CacheSpec(**(LLAMA | {field: value}))
+
+
+def test_half_a_byte_is_no_head() -> None:
+    with pytest.raises(GeometryError, match="head_dim = 3: elements of 4 bits make it 12 bits"):
+        CacheSpec(**(LLAMA | {"dtype": "int4", "head_dim": 3}))
+
+
+def test_unknown_places_are_refused() -> None:
+    spec = CacheSpec(**LLAMA)
+    with pytest.raises(GeometryError, match="layer = 32: must be from 0 to 31"):
+        spec.index("key", 32)
+    with pytest.raises(GeometryError, match="role = 'fused'"):
+        spec.index("fused", 0)

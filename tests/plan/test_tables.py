@@ -1,0 +1,83 @@
+"""Block tables: trimming, each page once, and the rewrite; against plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hurray_rdma.errors import GeometryError
+from hurray_rdma.plan import dedupe, rewrite, valid_pages
+
+
+def uint32(*values: int) -> np.ndarray:
+    return np.array(values, np.uint32)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
+    """(block_table, seq_ptr, seq_lens, page_size, num_pages), pages aliased and allocated ahead."""
+    page_size = draw(st.integers(1, 7))
+    num_pages = draw(st.sampled_from([1, 3, 20, 5000]))
+    rows = draw(st.lists(st.lists(st.integers(0, num_pages - 1), max_size=8), max_size=6))
+    seq_lens = [draw(st.integers(0, len(row) * page_size)) for row in rows]
+    seq_ptr = np.cumsum([0] + [len(row) for row in rows])
+    flat = [page for row in rows for page in row]
+    return np.array(flat, np.uint32), seq_ptr.astype(np.uint32), np.array(seq_lens, np.uint32), page_size, num_pages
+
+
+def test_pages_allocated_ahead_are_left_out() -> None:
+    table, seq_ptr = valid_pages(uint32(7, 3, 9, 4, 5, 6), uint32(0, 3, 3, 6), uint32(17, 0, 32), 16)
+    assert table.tolist() == [7, 3, 4, 5]
+    assert seq_ptr.tolist() == [0, 2, 2, 4]
+
+
+def test_a_full_table_is_not_copied() -> None:
+    block_table = uint32(7, 3)
+    assert valid_pages(block_table, uint32(0, 2), uint32(17), 16)[0] is block_table
+
+
+def test_too_many_tokens_are_refused_with_numbers() -> None:
+    with pytest.raises(GeometryError, match=r"seq_lens\[1\] = 33: is above the 32 tokens of its 2 pages of 16"):
+        valid_pages(uint32(1, 2, 3), uint32(0, 1, 3), uint32(16, 33), 16)
+
+
+@given(tables())
+def test_trimming_equals_plain_python(case: tuple[np.ndarray, np.ndarray, np.ndarray, int, int]) -> None:
+    block_table, seq_ptr, seq_lens, page_size, _ = case
+    expected = [
+        [int(page) for page in block_table[seq_ptr[seq] : seq_ptr[seq + 1]]][: -(-int(tokens) // page_size)]
+        for seq, tokens in enumerate(seq_lens)
+    ]
+    trimmed, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, page_size)
+    assert [trimmed[trimmed_ptr[s] : trimmed_ptr[s + 1]].tolist() for s in range(len(seq_lens))] == expected
+    assert trimmed.dtype == trimmed_ptr.dtype == np.uint32
+
+
+@given(tables(), st.randoms(use_true_random=False))
+def test_dedupe_then_rewrite_is_a_lookup_that_keeps_aliases(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray, int, int], random: object
+) -> None:
+    block_table, _, _, _, num_pages = case
+    page_ids, inverse = dedupe(block_table, num_pages=num_pages)
+    assert page_ids.tolist() == sorted(set(block_table.tolist()))
+    assert page_ids[inverse].tolist() == block_table.tolist()
+    dst = list(range(100, 100 + len(page_ids)))
+    random.shuffle(dst)  # type: ignore[attr-defined]
+    meaning = dict(zip(page_ids.tolist(), dst, strict=True))
+    dst_page_ids = np.array(dst, np.uint32)
+    new = rewrite(block_table, page_ids, dst_page_ids, num_pages=num_pages)
+    assert new.tolist() == [meaning[page] for page in block_table.tolist()]
+    assert new.tolist() == dst_page_ids[inverse].tolist()
+    assert new.dtype == np.uint32
+
+
+@pytest.mark.parametrize("num_pages", [10, 10**6], ids=["dense", "sparse"])
+def test_unknown_pages_are_refused(num_pages: int) -> None:
+    with pytest.raises(GeometryError, match=r"block_table\[1\] = 4: is not among src_page_ids"):
+        rewrite(uint32(3, 4, 9), uint32(3, 9), uint32(0, 1), num_pages=num_pages)
+    with pytest.raises(GeometryError, match=r"len\(dst_page_ids\) = 1"):
+        rewrite(uint32(3), uint32(3, 9), uint32(0), num_pages=num_pages)
+    with pytest.raises(GeometryError, match=rf"block_table\[2\] = {num_pages}: is not below num_pages {num_pages}"):
+        dedupe(uint32(0, 1, num_pages), num_pages=num_pages)
