@@ -1,0 +1,82 @@
+"""The control channel: messages, sans-IO state machines of both sides, and the one module that touches sockets.
+
+This room knows what is said, when, and what follows from it. It knows neither pages nor UCX: worker addresses and rkeys
+are bytes here, pools are numbers, and moving data is somebody else's work.
+"""
+
+from hurray_rdma.control.client import ClientSession
+from hurray_rdma.control.codes import (
+    Capability,
+    ErrorCode,
+    LocalProtocolError,
+    MessageType,
+    PeerBusyError,
+    StaleGenerationError,
+    error_code,
+    error_from_code,
+)
+from hurray_rdma.control.config import DIALECT_TAGS, MIN_MESSAGE_NBYTES, PeerInfo, SessionConfig
+from hurray_rdma.control.events import (
+    AbortRequested,
+    Acknowledged,
+    AllEnded,
+    DescriptorEnded,
+    Event,
+    Granted,
+    Offered,
+    PoolAnnounced,
+    PoolRemoved,
+    Quiesced,
+    Refused,
+    SessionClosed,
+    SessionOpened,
+    TensorData,
+    TransferFailed,
+)
+from hurray_rdma.control.exchange import Grant, Offer, Pool, PoolRegion, PoolSegment
+from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
+from hurray_rdma.control.messages import Message
+from hurray_rdma.control.server import ServerSession
+from hurray_rdma.control.session import Session
+
+__all__ = [
+    "DIALECT_TAGS",
+    "HEADER_NBYTES",
+    "MIN_MESSAGE_NBYTES",
+    "AbortRequested",
+    "Acknowledged",
+    "AllEnded",
+    "Capability",
+    "ClientSession",
+    "DescriptorEnded",
+    "ErrorCode",
+    "Event",
+    "FrameDecoder",
+    "Grant",
+    "Granted",
+    "LocalProtocolError",
+    "Message",
+    "MessageType",
+    "Offer",
+    "Offered",
+    "PeerBusyError",
+    "PeerInfo",
+    "Pool",
+    "PoolAnnounced",
+    "PoolRegion",
+    "PoolRemoved",
+    "PoolSegment",
+    "Quiesced",
+    "Refused",
+    "ServerSession",
+    "Session",
+    "SessionClosed",
+    "SessionConfig",
+    "SessionOpened",
+    "StaleGenerationError",
+    "TensorData",
+    "TransferFailed",
+    "encode",
+    "error_code",
+    "error_from_code",
+]

@@ -1,0 +1,289 @@
+"""The connecting side of a session: it says HELLO, proves itself, offers snapshots and says what it has written.
+
+This module knows what a client may say and hear. It knows no sockets, and it does not know how pages are written: it is
+told by ``data_end`` when those of a descriptor are complete at the server.
+"""
+
+from __future__ import annotations
+
+from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, StaleGenerationError, error_code, error_from_code
+from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig
+from hurray_rdma.control.events import (
+    AbortRequested,
+    Acknowledged,
+    Event,
+    Granted,
+    PoolAnnounced,
+    PoolRemoved,
+    Refused,
+    TransferFailed,
+)
+from hurray_rdma.control.exchange import Abort, Grant, Offer, Pool, Quiet, SessionMessage
+from hurray_rdma.control.messages import (
+    ClientHello,
+    ErrorMessage,
+    Message,
+    ServerHello,
+    TensorDataEndMessage,
+    TensorDataMessage,
+    TensorPutAck,
+)
+from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
+from hurray_rdma.control.states import SessionState, Step, TransferState
+from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
+from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, ProtocolError
+
+__all__ = ["ClientSession"]
+
+
+class ClientSession(Session):
+    """Client side: see :class:`~hurray_rdma.control.session.Session` for bytes, time and ``abort``.
+
+    Args:
+        config: settings.
+        now: the time, seconds.
+    """
+
+    def __init__(self, config: SessionConfig, *, now: float) -> None:
+        super().__init__(config, now=now)
+        self._session_message = self._own_session_message(config.token or "")
+        self._server_hello: ServerHello | None = None
+        self._generations: dict[int, int] = {}
+        tags = tuple((DIALECT_TAGS[dialect], b"") for dialect in config.dialects)
+        hello = ClientHello(
+            max_message_nbytes=config.max_message_nbytes,
+            capabilities=config.capabilities,
+            layouts=(*tags, PRIVATE_LAYOUT),
+            devices=config.devices,
+            memory_classes=config.memory_classes,
+        )
+        self._send(hello, SESSION_STREAM_ID)
+
+    # Calls of the engine.
+
+    def offer(self, offer: Offer, *, now: float, timeout_s: float) -> int:
+        """Offer a snapshot; answered by Granted or Refused within ``timeout_s``.
+
+        Returns:
+            The transfer's id.
+
+        Raises:
+            ConfigError: the offer is larger than what the peer accepts.
+            PeerLostError: the session is closed.
+            LocalProtocolError: the session is not open yet, or all its stream ids are used up.
+        """
+        self._require_open()
+        transfer_id = self._book.next_id
+        if transfer_id + offer.num_descriptors > LAST_STREAM_ID:
+            raise LocalProtocolError("all stream ids of this session are used up", fix="Connect anew")
+        self._send(offer, transfer_id)
+        transfer = Transfer(transfer_id, offer.num_descriptors, offer)
+        self._book.add(transfer)
+        self._book.schedule(transfer, now + timeout_s)
+        return transfer_id
+
+    def data_end(self, transfer_id: int, descriptor_index: int, *, now: float) -> bool:
+        """Every page of the descriptor is complete at the server (flushed, not only posted).
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            LocalProtocolError: not granted yet, no such descriptor, or it ended before.
+        """
+        transfer = self._writable(transfer_id, descriptor_index)
+        if transfer is None:
+            return False
+        step = transfer.end_step(descriptor_index)
+        if step is None:
+            raise LocalProtocolError("this descriptor ended before", field="descriptor_index", value=descriptor_index)
+        self._book.say(transfer, step)
+        transfer.mark_ended(descriptor_index)
+        self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
+        if step is Step.LAST_END:
+            self._book.schedule(transfer, now + self._retry_s)
+        return True
+
+    def tensor_data(
+        self, transfer_id: int, descriptor_index: int, offset_nbytes: int, data: memoryview | bytes, *, now: float
+    ) -> bool:
+        """Send page bytes over the control channel, where RDMA cannot be set up.
+
+        Args:
+            transfer_id: a granted transfer.
+            descriptor_index: whose bytes they are.
+            offset_nbytes: where they belong; ascending, without gaps.
+            data: the bytes; a view is not copied, so keep them unchanged until the transfer is acknowledged.
+            now: the time.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            ConfigError: larger than what the peer accepts in one message.
+            LocalProtocolError: not granted yet, no such descriptor, it ended before, or bytes were left out.
+        """
+        transfer = self._writable(transfer_id, descriptor_index)
+        if transfer is None:
+            return False
+        expected = transfer.next_offsets.get(descriptor_index, 0)
+        if transfer.ended[descriptor_index] or offset_nbytes != expected:
+            raise LocalProtocolError(
+                f"the next byte of descriptor {descriptor_index} is {expected}, and none after its end",
+                field="offset_nbytes",
+                value=offset_nbytes,
+            )
+        view = memoryview(data).cast("B")
+        self._send(TensorDataMessage(offset_nbytes=offset_nbytes, data=view), transfer_id + 1 + descriptor_index)
+        self._book.say(transfer, Step.DATA)
+        transfer.next_offsets[descriptor_index] = offset_nbytes + len(view)
+        return True
+
+    def quiet(self, transfer_id: int, *, now: float) -> bool:
+        """Nothing of the transfer is in flight any more: every posted operation completed and was flushed.
+
+        Owed after ``abort``, AbortRequested and TransferFailed. Harmless after the end of a transfer.
+
+        Returns:
+            False if the transfer has ended.
+
+        Raises:
+            LocalProtocolError: the transfer is not ending; abort it first.
+        """
+        transfer = self._book.get(transfer_id)
+        if self.is_closed or transfer is None or not transfer.is_open:
+            return False
+        if transfer.state is not TransferState.STOPPING:
+            raise LocalProtocolError(f"transfer {transfer_id} is {transfer.state.name}, not ending: abort it first")
+        self._book.say(transfer, Step.QUIET)
+        self._send(Quiet(), transfer_id)
+        return True
+
+    def _writable(self, transfer_id: int, descriptor_index: int) -> Transfer | None:
+        transfer = self._book.get(transfer_id)
+        if self.is_closed or transfer is None or transfer.state is TransferState.STOPPING or not transfer.is_open:
+            return None
+        if transfer.state is TransferState.OFFERED:
+            raise LocalProtocolError(f"transfer {transfer_id} is not granted yet")
+        if not 0 <= descriptor_index < transfer.num_descriptors:
+            raise LocalProtocolError(
+                f"must be 0 to {transfer.num_descriptors - 1}", field="descriptor_index", value=descriptor_index
+            )
+        return transfer
+
+    # What the peer says.
+
+    def _hear_handshake(self, message: Message, now: float, events: list[Event]) -> None:
+        if self._state is SessionState.HELLO and isinstance(message, ServerHello):
+            self._accept_hello(message)
+            self._dialect = self._picked_dialect(message)
+            self._server_hello = message
+            self._state = SessionState.SESSION
+            self._send(self._session_message, SESSION_STREAM_ID)
+        elif self._server_hello is not None and isinstance(message, SessionMessage):
+            self._open(self._server_hello, message, self._dialect, now, events)
+        else:
+            raise ProtocolError(f"{type(message).__name__} cannot follow in state {self._state.name} of the handshake")
+
+    def _picked_dialect(self, hello: ServerHello) -> str:
+        tags = {tag for tag, _ in hello.layouts}
+        picked = [dialect for dialect in self.config.dialects if DIALECT_TAGS[dialect] in tags]
+        if len(picked) != 1:
+            raise ProtocolError(
+                f"must hold exactly one of the dialects offered ({', '.join(self.config.dialects)})",
+                field="layouts",
+                value=hello.layouts[:8],
+                code=ErrorCode.LAYOUT_UNAVAILABLE,
+            )
+        return picked[0]
+
+    def _hear_session(self, message: Message, events: list[Event]) -> None:
+        if not isinstance(message, Pool):
+            raise ProtocolError(f"a server does not say {type(message).__name__} on the session stream")
+        known = self._generations.get(message.pool_id, -1)
+        if message.generation < known or (message.generation == known and not message.removed):
+            return  # Late or repeated: a newer announcement has been heard.
+        self._generations[message.pool_id] = message.generation
+        if not message.removed:
+            self.pools[message.pool_id] = message
+            events.append(PoolAnnounced(message))
+        elif self.pools.pop(message.pool_id, None) is not None:
+            events.append(PoolRemoved(message.pool_id))
+
+    def _hear_unknown_stream(self, stream_id: int, message: Message, events: list[Event]) -> None:
+        # No such transfer, or one ended so long ago that it is forgotten; either way nothing is in flight for it.
+        if isinstance(message, Grant):
+            self._reply(Abort(ErrorCode.ABORTED, "no such offer is waiting"), stream_id)
+        if isinstance(message, Grant | Abort):
+            self._reply(Quiet(), stream_id)
+
+    def _hear_transfer(
+        self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
+    ) -> None:
+        match message:
+            case Grant():
+                self._hear_grant(transfer, message, events)
+            case ErrorMessage(code=code, text=text):
+                before = transfer.state
+                if self._book.hear(transfer, Step.REFUSE):
+                    if before is TransferState.OFFERED:
+                        events.append(Refused(transfer.transfer_id, error_from_code(code, text)))
+                    else:
+                        events.append(AbortRequested(transfer.transfer_id, text, code))
+            case Abort(code=code, reason=reason):
+                if self._book.hear(transfer, Step.ABORT):
+                    events.append(AbortRequested(transfer.transfer_id, reason, code))
+                elif not transfer.is_open:
+                    self._reply(Quiet(), transfer.transfer_id)
+            case TensorPutAck():
+                if self._book.hear(transfer, Step.ACKNOWLEDGE):
+                    events.append(Acknowledged(transfer.transfer_id))
+            case _:
+                raise ProtocolError(f"a server does not say {type(message).__name__} on a transfer's stream")
+
+    def _hear_grant(self, transfer: Transfer, grant: Grant, events: list[Event]) -> None:
+        offer = transfer.offer
+        if transfer.state is not TransferState.OFFERED or offer is None:
+            if transfer.state in (TransferState.STOPPED, TransferState.REFUSED):
+                self._reply(Abort(ErrorCode.ABORTED, "the offer is no longer waiting"), transfer.transfer_id)
+                self._reply(Quiet(), transfer.transfer_id)
+            return
+        pool = self.pools.get(offer.pool_id)
+        if pool is None or not offer.generation == grant.generation == pool.generation:
+            raise StaleGenerationError(
+                f"pool {offer.pool_id} was offered at generation {offer.generation}, granted at {grant.generation}, "
+                f"and is now {'removed' if pool is None else f'at {pool.generation}'}"
+            )
+        if len(grant.page_ids) and int(grant.page_ids.max()) >= pool.num_pages:
+            at = int(grant.page_ids.argmax())
+            raise GeometryError(
+                f"is not below num_pages {pool.num_pages}", field=f"page_ids[{at}]", value=int(grant.page_ids[at])
+            )
+        self._book.hear(transfer, Step.GRANT)
+        events.append(Granted(transfer.transfer_id, grant))
+
+    def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
+        granted = transfer.granted
+        self._stop_ungranted_or_ask(transfer, error, now)
+        events.append(TransferFailed(transfer.transfer_id, error, granted))
+
+    def _stop_ungranted_or_ask(self, transfer: Transfer, error: HurrayError, now: float) -> None:
+        if transfer.state is TransferState.STOPPING:
+            return
+        granted = transfer.granted
+        self._book.say(transfer, Step.ABORT)
+        self._stop(transfer, Abort(error_code(error), self._error_message(error).text), now)
+        if not granted:  # The engine was never told of pages, so nothing can be in flight.
+            self._book.say(transfer, Step.QUIET)
+            self._send(Quiet(), transfer.transfer_id)
+
+    def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
+        if transfer.state is TransferState.OFFERED:
+            error = DeadlineExceededError("the peer did not answer the offer in its time")
+            self._stop_ungranted_or_ask(transfer, error, now)
+            events.append(Refused(transfer.transfer_id, error))
+        elif transfer.state is TransferState.ENDED:
+            # No acknowledgement yet: an end, or the acknowledgement, may be lost. Repeating is harmless.
+            for descriptor_index in range(transfer.num_descriptors):
+                self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
+            self._book.schedule(transfer, now + self._retry_s)

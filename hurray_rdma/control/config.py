@@ -1,0 +1,100 @@
+"""Settings of a session and what it learns about its peer, as checked values.
+
+This module knows which settings a session has and their ranges. It knows no bytes and no states.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from hurray_rdma.control.codes import Capability
+from hurray_rdma.errors import ConfigError
+
+__all__ = ["DIALECT_TAGS", "MIN_MESSAGE_NBYTES", "PeerInfo", "SessionConfig"]
+
+DIALECT_TAGS: dict[str, int] = {"adr-024": 0x0B, "hurray-0.2": 0x0A}
+"""Layout tag that announces each dialect of the block-paged descriptor in a HELLO."""
+
+MIN_MESSAGE_NBYTES = 64 * 1024
+"""Smallest maximum a side may ask for, and the largest payload accepted before a peer is authenticated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """Settings of one side of a session.
+
+    Raises:
+        ConfigError: a value is out of range, or contradicts another.
+    """
+
+    engine_name: str
+    token: str | None = field(default=None, repr=False)
+    """Shared secret: sent by the client, compared by the server in constant time; None or "" asks for none."""
+    host_id: bytes
+    """Same on both sides if they run on the same host."""
+    worker_address: bytes
+    """UCX worker address."""
+    dialects: tuple[str, ...] = ("adr-024", "hurray-0.2")
+    """In order of preference."""
+    devices: tuple[int, ...] = (0,)
+    """device_tag values whose memory this side can serve."""
+    memory_classes: tuple[int, ...] = (0,)
+    capabilities: Capability = Capability.RDMA_DATA_PLANE
+    max_message_nbytes: int = 64 * 1024 * 1024
+    """Largest payload this side accepts; the peer's own limit holds the other way."""
+    heartbeat_s: float = 0.25
+    """After this long without a word from the peer it is pinged."""
+    peer_timeout_s: float = 5.0
+    """After this long without a word from the peer it is lost (a closed connection is noticed at once)."""
+    hello_timeout_s: float = 5.0
+    """Budget for the whole handshake."""
+    max_open_transfers: int = 1024
+    """Server: further offers are refused as busy."""
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "peer_timeout_s", "hello_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError("must be a number of seconds above 0", field=name, value=value)
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"must be at least twice heartbeat_s = {self.heartbeat_s}",
+                field="peer_timeout_s",
+                value=self.peer_timeout_s,
+            )
+        if not MIN_MESSAGE_NBYTES <= self.max_message_nbytes < 2**32:
+            raise ConfigError(
+                f"must be {MIN_MESSAGE_NBYTES} to {2**32 - 1}",
+                field="max_message_nbytes",
+                value=self.max_message_nbytes,
+            )
+        unknown = [dialect for dialect in self.dialects if dialect not in DIALECT_TAGS]
+        if unknown or not self.dialects or len(set(self.dialects)) != len(self.dialects):
+            raise ConfigError(
+                f"must name one or more of {', '.join(DIALECT_TAGS)}, each once", field="dialects", value=self.dialects
+            )
+        for name in ("devices", "memory_classes"):
+            value = getattr(self, name)
+            if not value or not all(0 <= tag <= 0xFE for tag in value):
+                raise ConfigError("must hold one or more tags from 0 to 0xFE", field=name, value=value)
+        if not 1 <= self.max_open_transfers <= 2**20:
+            raise ConfigError("must be 1 to 1048576", field="max_open_transfers", value=self.max_open_transfers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerInfo:
+    """What an open session knows about its peer."""
+
+    engine_name: str
+    host_id: bytes
+    worker_address: bytes = field(repr=False)
+    dialect: str
+    """The dialect both sides agreed on."""
+    devices: tuple[int, ...]
+    """device_tag values both sides can serve."""
+    capabilities: Capability
+    """Capabilities both sides have."""
+    max_message_nbytes: int
+    """Largest payload the peer accepts."""
+    heartbeat_s: float

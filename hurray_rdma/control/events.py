@@ -1,0 +1,168 @@
+"""What a session tells its engine: one frozen dataclass per event.
+
+This module knows what can happen to a session and its transfers, and what the engine owes in return. It holds no logic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hurray_rdma.control.codes import error_from_code
+from hurray_rdma.control.config import PeerInfo
+from hurray_rdma.control.exchange import Grant, Offer, Pool
+from hurray_rdma.errors import HurrayError
+
+__all__ = [
+    "AbortRequested",
+    "Acknowledged",
+    "AllEnded",
+    "DescriptorEnded",
+    "Event",
+    "Granted",
+    "Offered",
+    "PoolAnnounced",
+    "PoolRemoved",
+    "Quiesced",
+    "Refused",
+    "SessionClosed",
+    "SessionOpened",
+    "TensorData",
+    "TransferFailed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """Both sides know and accept each other."""
+
+    peer: PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """Last event of a session. ``error`` is None after ``close()`` on this side."""
+
+    error: HurrayError | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAnnounced:
+    """Client: a pool was announced, or announced anew under a later generation."""
+
+    pool: Pool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRemoved:
+    """Client: the pool takes no more offers."""
+
+    pool_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Server: answer with ``grant`` or ``refuse``."""
+
+    transfer_id: int
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Client: write the pages, then ``data_end`` for each descriptor."""
+
+    transfer_id: int
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Client: the offer came to nothing (refused, or unanswered in its time). Nothing is owed; free the pages."""
+
+    transfer_id: int
+    error: HurrayError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorData:
+    """Server: bytes of one descriptor, in ascending order without gaps. ``data`` is a read-only view, not a copy."""
+
+    transfer_id: int
+    descriptor_index: int
+    offset_nbytes: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorEnded:
+    """Server: every page of this descriptor is complete here."""
+
+    transfer_id: int
+    descriptor_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllEnded:
+    """Server: every descriptor ended; answer with ``acknowledge``."""
+
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Client: the receiver has the whole snapshot. Nothing is owed; free the pages."""
+
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
+    """The peer ends the transfer. Client: stop posting, wait for what is in flight, then ``quiet``.
+    Server: pages may be written until :class:`Quiesced`."""
+
+    transfer_id: int
+    reason: str
+    code: int
+
+    @property
+    def error(self) -> HurrayError:
+        """The typed error that the peer's code stands for."""
+        return error_from_code(self.code, self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """Server: nothing will be written for this transfer any more; its pages may go back."""
+
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The transfer ended by a fault of the peer, or with the session. While the session lives, a client still owes
+    ``quiet`` and a server still waits for :class:`Quiesced`, unless nothing had been granted; once the session is
+    closed nothing more will be heard, and what was granted belongs into quarantine."""
+
+    transfer_id: int
+    error: HurrayError
+    granted: bool
+    """Whether pages were granted, so that writes may be in flight."""
+
+
+Event: TypeAlias = (
+    SessionOpened
+    | SessionClosed
+    | PoolAnnounced
+    | PoolRemoved
+    | Offered
+    | Granted
+    | Refused
+    | TensorData
+    | DescriptorEnded
+    | AllEnded
+    | Acknowledged
+    | AbortRequested
+    | Quiesced
+    | TransferFailed
+)

@@ -1,0 +1,123 @@
+"""Frames: the 12-byte header before each payload, and the decoder that cuts a byte stream into messages.
+
+This module knows headers and lengths. It does not know which message may come when. A length is checked before one byte
+of it is kept; each payload byte is copied at most once, however the stream was split.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from hurray_rdma.control.codes import ErrorCode
+from hurray_rdma.control.fixed import FIXED_DECODERS, encode_fixed
+from hurray_rdma.control.messages import Malformed, Message
+from hurray_rdma.control.private import PRIVATE_DECODERS, encode_private
+from hurray_rdma.errors import ConfigError, ProtocolError
+
+__all__ = ["HEADER_NBYTES", "FrameDecoder", "encode", "encode_parts"]
+
+_HEADER = struct.Struct("<III")
+HEADER_NBYTES = _HEADER.size
+_DECODERS = {**FIXED_DECODERS, **PRIVATE_DECODERS}
+
+
+def encode_parts(
+    message: Message, stream_id: int, *, max_message_nbytes: int = 2**32 - 1
+) -> tuple[int, list[bytes | memoryview]]:
+    """Frame one message without joining its parts: (bytes in all, header and payload parts).
+
+    Args:
+        message: what to send; a large ``TensorDataMessage.data`` is handed through, not copied.
+        stream_id: 1 to 2**32 - 1.
+        max_message_nbytes: largest payload the receiver accepts.
+
+    Raises:
+        ConfigError: the payload is larger than that.
+    """
+    kind, parts = encode_fixed(message) or encode_private(message)
+    nbytes = sum(len(part) for part in parts)
+    if nbytes > max_message_nbytes:
+        raise ConfigError(
+            f"a {kind.name} message of {nbytes} bytes is above the {max_message_nbytes} bytes the peer accepts",
+            fix="Send fewer sequences at once, or raise max_message_nbytes on the peer",
+        )
+    return HEADER_NBYTES + nbytes, [_HEADER.pack(kind, stream_id, nbytes), *parts]
+
+
+def encode(message: Message, stream_id: int) -> bytes:
+    """Header and payload of one message, as bytes."""
+    return b"".join(encode_parts(message, stream_id)[1])
+
+
+class FrameDecoder:
+    """Cuts a byte stream into (stream_id, message) pairs.
+
+    Args:
+        max_message_nbytes: largest payload accepted; may be changed between messages.
+    """
+
+    def __init__(self, max_message_nbytes: int) -> None:
+        self.max_message_nbytes = max_message_nbytes
+        self._header = bytearray()
+        self._payload = bytearray()
+        self._expected: tuple[int, int, int] | None = None
+
+    @property
+    def in_message(self) -> bool:
+        """Whether the bytes so far end inside a message."""
+        return bool(self._header) or self._expected is not None
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, Message]]:
+        """Take the next bytes of the stream; iterate to the end before feeding more.
+
+        A payload that breaks a rule comes as :class:`Malformed`, since the frames after it are still whole.
+
+        Raises:
+            ProtocolError: the stream cannot be cut into frames any more: stream 0, a payload above the maximum
+                (``MESSAGE_TOO_LARGE``). Raised after the messages before it were given out.
+        """
+        view = memoryview(data)
+        while True:
+            if self._expected is None:
+                missing = HEADER_NBYTES - len(self._header)
+                self._header += view[:missing]
+                view = view[missing:]
+                if len(self._header) < HEADER_NBYTES:
+                    return
+                self._expected = self._check_header(*_HEADER.unpack(self._header))
+                self._header.clear()
+            kind, stream_id, nbytes = self._expected
+            missing = nbytes - len(self._payload)
+            if len(view) < missing:
+                self._payload += view
+                return
+            payload, view = view[:missing], view[missing:]
+            if self._payload:
+                self._payload += payload
+                # The decoder lets go of this buffer: views into it given out with a message stay as they are.
+                payload, self._payload = memoryview(self._payload), bytearray()
+            self._expected = None
+            yield stream_id, _decode_payload(kind, payload.toreadonly())
+
+    def _check_header(self, kind: int, stream_id: int, nbytes: int) -> tuple[int, int, int]:
+        if stream_id == 0:
+            raise ProtocolError("is reserved", field="stream_id", value=0, code=ErrorCode.INVALID_MESSAGE)
+        if nbytes > self.max_message_nbytes:
+            raise ProtocolError(
+                f"is above the agreed maximum of {self.max_message_nbytes} bytes",
+                field="payload_length",
+                value=nbytes,
+                code=ErrorCode.MESSAGE_TOO_LARGE,
+            )
+        return kind, stream_id, nbytes
+
+
+def _decode_payload(kind: int, payload: memoryview) -> Message:
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        return Malformed(kind, ProtocolError("is not a known message", field="message_type", value=kind))
+    try:
+        return decoder(payload)
+    except ProtocolError as error:
+        return Malformed(kind, error)

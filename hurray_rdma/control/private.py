@@ -1,0 +1,211 @@
+"""Payloads of the private messages 0xF0..0xF5: MessagePack arrays of a fixed schema.
+
+This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
+(types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The rules on
+values are those of the constructors in messages.py. What breaks one is a :class:`ProtocolError` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from hurray_rdma.control.codes import ErrorCode, MessageType
+from hurray_rdma.control.exchange import (
+    Abort,
+    Grant,
+    Offer,
+    Pool,
+    PoolRegion,
+    PoolSegment,
+    Quiet,
+    SessionMessage,
+    Uint32Array,
+)
+from hurray_rdma.control.messages import Message
+from hurray_rdma.errors import HurrayError, ProtocolError
+
+__all__ = ["PRIVATE_DECODERS", "encode_private"]
+
+
+class _Session(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    engine_name: str
+    token: str
+    host_id: bytes
+    worker_address: bytes
+    heartbeat_s: float
+
+
+class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    pool_id: int
+    generation: int
+    removed: bool
+    num_pages: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    roles: tuple[str, ...]
+    order: str
+    device: str
+    regions: tuple[tuple[int, int, bytes], ...]
+    segments: tuple[tuple[int, int, int], ...]
+
+
+class _Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    key: str
+    pool_id: int
+    generation: int
+    descriptors: bytes
+    block_table: bytes
+    seq_ptr: bytes
+    seq_lens: bytes
+    order: str
+    deadline_s: float
+
+
+class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    generation: int
+    page_ids: bytes
+    lease_s: float
+
+
+class _Abort(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    code: int
+    reason: str
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_SESSION = msgspec.msgpack.Decoder(_Session)
+_POOL = msgspec.msgpack.Decoder(_Pool)
+_OFFER = msgspec.msgpack.Decoder(_Offer)
+_GRANT = msgspec.msgpack.Decoder(_Grant)
+_ABORT = msgspec.msgpack.Decoder(_Abort)
+
+
+def _u32_array(name: str, data: bytes) -> Uint32Array:
+    if len(data) % 4:
+        raise ProtocolError(f"{name} has {len(data)} bytes, not a multiple of 4")
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+
+
+def _decode_session(payload: memoryview) -> Message:
+    raw = _SESSION.decode(payload)
+    return SessionMessage(
+        engine_name=raw.engine_name,
+        token=raw.token,
+        host_id=raw.host_id,
+        worker_address=raw.worker_address,
+        heartbeat_s=raw.heartbeat_s,
+    )
+
+
+def _decode_pool(payload: memoryview) -> Message:
+    raw = _POOL.decode(payload)
+    return Pool(
+        pool_id=raw.pool_id,
+        generation=raw.generation,
+        removed=raw.removed,
+        num_pages=raw.num_pages,
+        num_layers=raw.num_layers,
+        num_heads=raw.num_heads,
+        head_dim=raw.head_dim,
+        page_size=raw.page_size,
+        dtype=raw.dtype,
+        roles=raw.roles,
+        order=raw.order,
+        device=raw.device,
+        regions=tuple(PoolRegion(remote_addr=a, nbytes=n, rkey=k) for a, n, k in raw.regions),
+        segments=tuple(PoolSegment(*segment) for segment in raw.segments),
+    )
+
+
+def _decode_offer(payload: memoryview) -> Message:
+    raw = _OFFER.decode(payload)
+    return Offer(
+        key=raw.key,
+        pool_id=raw.pool_id,
+        generation=raw.generation,
+        descriptors=raw.descriptors,
+        block_table=_u32_array("block_table", raw.block_table),
+        seq_ptr=_u32_array("seq_ptr", raw.seq_ptr),
+        seq_lens=_u32_array("seq_lens", raw.seq_lens),
+        order=raw.order,
+        deadline_s=raw.deadline_s,
+    )
+
+
+def _decode_grant(payload: memoryview) -> Message:
+    raw = _GRANT.decode(payload)
+    return Grant(generation=raw.generation, page_ids=_u32_array("page_ids", raw.page_ids), lease_s=raw.lease_s)
+
+
+def _decode_abort(payload: memoryview) -> Message:
+    raw = _ABORT.decode(payload)
+    return Abort(raw.code, raw.reason)
+
+
+def _decode_quiet(payload: memoryview) -> Message:
+    if len(payload):
+        raise ProtocolError(f"QUIET carries nothing, but its payload has {len(payload)} bytes")
+    return Quiet()
+
+
+def _checked(decode: Callable[[memoryview], Message]) -> Callable[[memoryview], Message]:
+    def decode_payload(payload: memoryview) -> Message:
+        try:
+            return decode(payload)
+        except ProtocolError:
+            raise
+        except HurrayError as error:
+            raise ProtocolError(str(error), code=ErrorCode.INVALID_MESSAGE) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"payload does not fit the schema: {error}", code=ErrorCode.INVALID_MESSAGE) from error
+
+    return decode_payload
+
+
+PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
+    MessageType.SESSION: _checked(_decode_session),
+    MessageType.POOL: _checked(_decode_pool),
+    MessageType.OFFER: _checked(_decode_offer),
+    MessageType.GRANT: _checked(_decode_grant),
+    MessageType.ABORT: _checked(_decode_abort),
+    MessageType.QUIET: _checked(_decode_quiet),
+}
+"""Payload decoder of each private message type; each raises :class:`ProtocolError` and nothing else."""
+
+
+def _le(array: Uint32Array) -> memoryview:
+    # Always contiguous: the constructors see to it. A memoryview cannot be cast while it has no elements.
+    return array.astype("<u4", copy=False).view(np.uint8).data if array.size else memoryview(b"")
+
+
+def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryview]]:
+    """Type and payload of a private message; elements in the order of the schemas above."""
+    match message:
+        case SessionMessage(engine_name=name, token=token, host_id=host_id, worker_address=worker_address):
+            fields: tuple[object, ...] = (name, token, host_id, worker_address, float(message.heartbeat_s))
+            return MessageType.SESSION, [_ENCODER.encode(fields)]
+        case Pool() as pool:
+            geometry = (pool.num_pages, pool.num_layers, pool.num_heads, pool.head_dim, pool.page_size)
+            regions = tuple((r.remote_addr, r.nbytes, r.rkey) for r in pool.regions)
+            segments = tuple((s.region_index, s.offset_nbytes, s.page_stride_nbytes) for s in pool.segments)
+            fields = (pool.pool_id, pool.generation, pool.removed, *geometry)
+            fields += (pool.dtype, pool.roles, pool.order, pool.device, regions, segments)
+            return MessageType.POOL, [_ENCODER.encode(fields)]
+        case Offer() as offer:
+            fields = (offer.key, offer.pool_id, offer.generation, offer.descriptors)
+            fields += (_le(offer.block_table), _le(offer.seq_ptr), _le(offer.seq_lens))
+            return MessageType.OFFER, [_ENCODER.encode((*fields, offer.order, float(offer.deadline_s)))]
+        case Grant() as grant:
+            return MessageType.GRANT, [_ENCODER.encode((grant.generation, _le(grant.page_ids), float(grant.lease_s)))]
+        case Abort(code=code, reason=reason):
+            return MessageType.ABORT, [_ENCODER.encode((int(code), reason))]
+        case Quiet():
+            return MessageType.QUIET, []
+        case _:
+            raise TypeError(f"{type(message).__name__} is not a message that is sent")

@@ -1,0 +1,273 @@
+"""The listening side of a session: it checks who connects, announces pools, answers offers and acknowledges.
+
+This module knows what a server may say and hear. It knows no sockets and no allocator: which pages to grant, and what
+becomes of pages that may still be written, is the engine's business. Until the client is authenticated it says nothing
+but SERVER_HELLO (only what both sides have) and ERROR.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError
+from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig
+from hurray_rdma.control.events import (
+    AbortRequested,
+    AllEnded,
+    DescriptorEnded,
+    Event,
+    Offered,
+    Quiesced,
+    TensorData,
+    TransferFailed,
+)
+from hurray_rdma.control.exchange import Abort, Grant, Offer, Pool, Quiet, SessionMessage
+from hurray_rdma.control.messages import (
+    ClientHello,
+    ErrorMessage,
+    Malformed,
+    Message,
+    ServerHello,
+    TensorDataEndMessage,
+    TensorDataMessage,
+    TensorPutAck,
+)
+from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
+from hurray_rdma.control.states import SessionState, Step, TransferState
+from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
+from hurray_rdma.errors import AuthenticationError, HurrayError, ProtocolError
+
+__all__ = ["ServerSession"]
+
+
+class ServerSession(Session):
+    """Server side: see :class:`~hurray_rdma.control.session.Session` for bytes, time and ``abort``.
+
+    Args:
+        config: settings.
+        now: the time, seconds.
+    """
+
+    def __init__(self, config: SessionConfig, *, now: float) -> None:
+        super().__init__(config, now=now)
+        self._session_message = self._own_session_message("")
+        self._client_hello: ClientHello | None = None
+
+    # Calls of the engine.
+
+    def announce(self, pool: Pool, *, now: float) -> None:
+        """Announce a pool, a new generation of it, or (``removed``) its end.
+
+        Raises:
+            PeerLostError: the session is closed.
+            LocalProtocolError: the session is not open yet.
+            ConfigError: the announcement is larger than what the peer accepts.
+        """
+        self._require_open()
+        self._send(pool, SESSION_STREAM_ID)
+        if pool.removed:
+            self.pools.pop(pool.pool_id, None)
+        else:
+            self.pools[pool.pool_id] = pool
+
+    def grant(self, transfer_id: int, grant: Grant, *, now: float) -> bool:
+        """Answer an offer with pages.
+
+        Returns:
+            False if the transfer ended meanwhile: nothing was sent, the pages are the caller's again.
+
+        Raises:
+            LocalProtocolError: the offer was answered before.
+            ConfigError: the grant is larger than what the peer accepts; the offer still waits.
+        """
+        transfer = self._book.get(transfer_id)
+        if self.is_closed or transfer is None:
+            return False
+        # Framed first: a grant that is too large must leave the offer unanswered.
+        _, parts = self._frame(grant, transfer_id)
+        if not self._book.say(transfer, Step.GRANT):
+            return False
+        self._parts += parts
+        return True
+
+    def refuse(self, transfer_id: int, error: HurrayError, *, now: float) -> bool:
+        """Answer an offer with an error; the client raises it in its own type.
+
+        Returns:
+            False if the transfer ended meanwhile.
+
+        Raises:
+            LocalProtocolError: the offer was answered before; a granted transfer is ended by ``abort``.
+        """
+        transfer = self._book.get(transfer_id)
+        if self.is_closed or transfer is None:
+            return False
+        if transfer.state in (TransferState.GRANTED, TransferState.ENDED):
+            raise LocalProtocolError(f"transfer {transfer_id} is {transfer.state.name}; end it by abort")
+        if not self._book.say(transfer, Step.REFUSE):
+            return False
+        self._send(self._error_message(error), transfer_id)
+        return True
+
+    def acknowledge(self, transfer_id: int, *, now: float) -> bool:
+        """Tell the client that the whole snapshot is here. After AllEnded.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            LocalProtocolError: not every descriptor has ended.
+        """
+        if self.is_closed or not self._book.say(self._book.get(transfer_id), Step.ACKNOWLEDGE):
+            return False
+        self._send(TensorPutAck(), transfer_id)
+        return True
+
+    # What the peer says.
+
+    def _hear_handshake(self, message: Message, now: float, events: list[Event]) -> None:
+        if self._state is SessionState.HELLO and isinstance(message, ClientHello):
+            self._accept_hello(message)
+            self._answer_hello(message)
+            self._client_hello = message
+            self._state = SessionState.SESSION
+        elif self._client_hello is not None and isinstance(message, SessionMessage):
+            expected = (self.config.token or "").encode()
+            if expected and not hmac.compare_digest(message.token.encode(), expected):
+                raise AuthenticationError(
+                    "the token is not the one this engine expects", fix="Set the same token on both"
+                )
+            self._send(self._session_message, SESSION_STREAM_ID)
+            self._open(self._client_hello, message, self._dialect, now, events)
+        else:
+            raise ProtocolError(f"{type(message).__name__} cannot follow in state {self._state.name} of the handshake")
+
+    def _answer_hello(self, hello: ClientHello) -> None:
+        names = {tag: dialect for dialect, tag in DIALECT_TAGS.items() if dialect in self.config.dialects}
+        common = [(tag, names[tag]) for tag, _ in hello.layouts if tag in names]
+        if not common:
+            raise ProtocolError(
+                f"must hold one of the dialects accepted here ({', '.join(self.config.dialects)})",
+                field="layouts",
+                value=hello.layouts[:8],
+                code=ErrorCode.LAYOUT_UNAVAILABLE,
+            )
+        devices = tuple(tag for tag in self.config.devices if tag in hello.devices)
+        if not devices:
+            raise ProtocolError(
+                f"no device of the peer is among those served here {self.config.devices}",
+                field="devices",
+                value=hello.devices[:8],
+                code=ErrorCode.DEVICE_UNAVAILABLE,
+            )
+        tag, self._dialect = common[0]
+        answer = ServerHello(
+            max_message_nbytes=self.config.max_message_nbytes,
+            capabilities=self.config.capabilities & hello.capabilities,
+            layouts=((tag, b""), PRIVATE_LAYOUT),
+            devices=devices,
+            memory_classes=tuple(c for c in self.config.memory_classes if c in hello.memory_classes),
+        )
+        self._send(answer, SESSION_STREAM_ID)
+
+    def _hear_session(self, message: Message, events: list[Event]) -> None:
+        raise ProtocolError(f"a client does not say {type(message).__name__} on the session stream")
+
+    def _hear_unknown_stream(self, stream_id: int, message: Message, events: list[Event]) -> None:
+        if isinstance(message, Offer):
+            self._hear_offer(stream_id, message, events)
+        elif isinstance(message, Malformed):
+            self._reply(self._error_message(message.error), stream_id)
+        elif stream_id >= self._book.next_id and not isinstance(message, Abort | Quiet | ErrorMessage):
+            error = ProtocolError("no transfer owns this stream", field="stream_id", value=stream_id)
+            self._reply(self._error_message(error), stream_id)
+
+    def _hear_offer(self, transfer_id: int, offer: Offer, events: list[Event]) -> None:
+        last = transfer_id + offer.num_descriptors
+        error: HurrayError | None = None
+        if transfer_id < self._book.next_id or last > LAST_STREAM_ID:
+            error = ProtocolError(
+                f"must be at least {self._book.next_id} (ids ascend), with {offer.num_descriptors} streams after it",
+                field="transfer_id",
+                value=transfer_id,
+            )
+        elif self._book.num_open >= self.config.max_open_transfers:
+            error = PeerBusyError(f"{self._book.num_open} transfers are open, as many as this session may have")
+        if error is not None:
+            self._reply(self._error_message(error), transfer_id)
+            return
+        self._book.add(Transfer(transfer_id, offer.num_descriptors, None))
+        events.append(Offered(transfer_id, offer))
+
+    def _hear_transfer(
+        self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
+    ) -> None:
+        match message, descriptor_index:
+            case Offer(), None:
+                return  # Repeated.
+            case Abort(code=code, reason=reason), None:
+                if self._book.hear(transfer, Step.ABORT):
+                    events.append(AbortRequested(transfer.transfer_id, reason, code))
+            case ErrorMessage(code=code, text=text), _:
+                if self._book.hear(transfer, Step.ABORT):
+                    events.append(AbortRequested(transfer.transfer_id, text, code))
+            case Quiet(), None:
+                self._hear_quiet(transfer, events)
+            case TensorDataEndMessage(), int(index):
+                self._hear_end(transfer, index, events)
+            case TensorDataMessage(), int(index):
+                self._hear_data(transfer, index, message, events)
+            case _:
+                where = "a transfer's stream" if descriptor_index is None else "a descriptor's stream"
+                raise ProtocolError(f"a client does not say {type(message).__name__} on {where}")
+
+    def _hear_quiet(self, transfer: Transfer, events: list[Event]) -> None:
+        before = transfer.state
+        if not self._book.hear(transfer, Step.QUIET):
+            return
+        if before is not TransferState.STOPPING:
+            events.append(AbortRequested(transfer.transfer_id, "the client stopped", ErrorCode.ABORTED))
+        events.append(Quiesced(transfer.transfer_id))
+
+    def _hear_end(self, transfer: Transfer, index: int, events: list[Event]) -> None:
+        step = transfer.end_step(index)
+        if step is None:
+            if transfer.state is TransferState.DONE and index == transfer.num_descriptors - 1:
+                self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
+        elif self._book.hear(transfer, step):
+            transfer.mark_ended(index)
+            events.append(DescriptorEnded(transfer.transfer_id, index))
+            if step is Step.LAST_END:
+                events.append(AllEnded(transfer.transfer_id))
+
+    def _hear_data(self, transfer: Transfer, index: int, message: TensorDataMessage, events: list[Event]) -> None:
+        if not self._book.hear(transfer, Step.DATA):
+            return
+        expected = transfer.next_offsets.get(index, 0)
+        end = message.offset_nbytes + len(message.data)
+        if end <= expected:
+            return  # Repeated, or empty.
+        if transfer.ended[index] or message.offset_nbytes != expected:
+            raise ProtocolError(
+                f"the next byte of descriptor {index} is {expected}, and none after its end",
+                field="byte_offset_in_buffer",
+                value=message.offset_nbytes,
+            )
+        transfer.next_offsets[index] = end
+        data = memoryview(message.data)
+        events.append(TensorData(transfer.transfer_id, index, message.offset_nbytes, data))
+
+    def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
+        if not self._book.say(transfer, Step.REFUSE):
+            return
+        self._send(self._error_message(error), transfer.transfer_id)
+        if transfer.is_open:
+            transfer.stop = Abort(ErrorCode.INVALID_MESSAGE, self._error_message(error).text)
+            self._book.schedule(transfer, now + self._retry_s)
+        events.append(TransferFailed(transfer.transfer_id, error, transfer.granted))
+
+    def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
+        # Until the client is quiet it is asked again: the ABORT, or its QUIET, may be lost.
+        if transfer.state is TransferState.STOPPING and transfer.stop is not None:
+            self._send(transfer.stop, transfer.transfer_id)
+            self._book.schedule(transfer, now + self._retry_s)

@@ -1,0 +1,334 @@
+"""What both sides of a session share: framing, handshake order, heartbeats, failure; bytes in, events out.
+
+This module knows the session stream (stream_id 1) and time. It knows no sockets: it is given bytes and the time, and
+gives back events and bytes. What is different for the two sides is in client.py and server.py; which transfer step may
+follow which is in states.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
+from hurray_rdma.control.config import MIN_MESSAGE_NBYTES, PeerInfo, SessionConfig
+from hurray_rdma.control.events import Event, SessionClosed, SessionOpened, TransferFailed
+from hurray_rdma.control.exchange import Abort, Pool, SessionMessage
+from hurray_rdma.control.framing import FrameDecoder, encode_parts
+from hurray_rdma.control.messages import ErrorMessage, Hello, Malformed, Message, Ping, Pong
+from hurray_rdma.control.states import SessionState, Step
+from hurray_rdma.control.transfers import Transfer, TransferBook
+from hurray_rdma.errors import (
+    DeadlineExceededError,
+    HurrayError,
+    PeerLostError,
+    ProtocolError,
+    TransferAbortedError,
+)
+
+__all__ = ["PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Session"]
+
+SESSION_STREAM_ID = 1
+PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/1")
+"""Layout entry of a HELLO that says: I speak the private messages."""
+
+_MAX_ERROR_TEXT_CHARS = 1000
+_MAX_UNSENT_REPLIES_NBYTES = 1024 * 1024
+_RETRY_HEARTBEATS = 2
+
+
+class Session(ABC):
+    """One side of a session. Use :class:`ClientSession` or :class:`ServerSession`.
+
+    ``now`` is a time in seconds of any monotonic clock, the same one in every call.
+    """
+
+    def __init__(self, config: SessionConfig, *, now: float) -> None:
+        self.config = config
+        self.peer: PeerInfo | None = None
+        """Set from :class:`SessionOpened` on."""
+        self.pools: dict[int, Pool] = {}
+        """Announced pools by pool_id: the server's own; on the client kept up to date by announcements."""
+        self._state = SessionState.HELLO
+        self._decoder = FrameDecoder(MIN_MESSAGE_NBYTES)
+        self._book = TransferBook()
+        self._parts: list[bytes | memoryview] = []
+        self._unsent_replies_nbytes = 0
+        self._hello_deadline = now + config.hello_timeout_s
+        self._last_heard = now
+        self._last_ping = now
+        self._peer_max_nbytes = MIN_MESSAGE_NBYTES
+        self._error: HurrayError | None = None
+
+    @property
+    def state(self) -> SessionState:
+        return self._state
+
+    @property
+    def is_open(self) -> bool:
+        """Whether transfers can be offered and answered."""
+        return self._state is SessionState.OPEN
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection is to be closed once ``data_to_send`` is sent."""
+        return self._state is SessionState.CLOSED
+
+    @property
+    def num_open_transfers(self) -> int:
+        return self._book.num_open
+
+    # Bytes out.
+
+    def parts_to_send(self) -> list[bytes | memoryview]:
+        """Take what is to be sent, in parts; large page data stays the view that ``tensor_data`` was given."""
+        parts, self._parts = self._parts, []
+        self._unsent_replies_nbytes = 0
+        return parts
+
+    def data_to_send(self) -> bytes:
+        """Take what is to be sent, as bytes; b"" if there is nothing."""
+        return b"".join(self.parts_to_send())
+
+    def _frame(self, message: Message, stream_id: int) -> tuple[int, list[bytes | memoryview]]:
+        return encode_parts(message, stream_id, max_message_nbytes=self._peer_max_nbytes)
+
+    def _send(self, message: Message, stream_id: int) -> int:
+        nbytes, parts = self._frame(message, stream_id)
+        self._parts += parts
+        return nbytes
+
+    def _reply(self, message: Message, stream_id: int) -> None:
+        """Send something that the peer can cause at will: bounded, so that one that never reads costs no memory."""
+        self._unsent_replies_nbytes += self._send(message, stream_id)
+        if self._unsent_replies_nbytes > _MAX_UNSENT_REPLIES_NBYTES:
+            raise ProtocolError(
+                f"over {_MAX_UNSENT_REPLIES_NBYTES} bytes of answers are unsent; the peer does not read"
+            )
+
+    # Bytes in.
+
+    def receive(self, data: bytes, now: float) -> list[Event]:
+        """Take bytes from the peer, in any split. Never raises on account of the bytes."""
+        events: list[Event] = []
+        if self.is_closed:
+            return events
+        self._last_heard = now
+        try:
+            for stream_id, message in self._decoder.feed(data):
+                self._hear(stream_id, message, now, events)
+                if self._state is SessionState.CLOSED:
+                    break
+        except HurrayError as error:
+            self._fail(error, events)
+        return events
+
+    def connection_lost(self, now: float, *, error: HurrayError | None = None) -> list[Event]:
+        """The connection ended, with ``error`` if that is known."""
+        events: list[Event] = []
+        if not self.is_closed:
+            where = "in the middle of a message" if self._decoder.in_message else "between messages"
+            self._close(error or PeerLostError(f"the peer closed the connection {where}"), events)
+        return events
+
+    def close(self, now: float) -> list[Event]:
+        """End the session from this side. Idempotent."""
+        events: list[Event] = []
+        if not self.is_closed:
+            self._close(None, events)
+        return events
+
+    def _hear(self, stream_id: int, message: Message, now: float, events: list[Event]) -> None:
+        if stream_id == SESSION_STREAM_ID:
+            if isinstance(message, Malformed):
+                raise message.error
+            if isinstance(message, ErrorMessage):
+                self._close(error_from_code(message.code, message.text), events)
+            elif not self.is_open:
+                self._hear_handshake(message, now, events)
+            elif isinstance(message, Ping):
+                self._reply(Pong(), SESSION_STREAM_ID)
+            elif not isinstance(message, Pong):
+                self._hear_session(message, events)
+        elif not self.is_open:
+            raise ProtocolError(
+                "no other stream may be used before the session is open", field="stream_id", value=stream_id
+            )
+        else:
+            self._hear_stream(stream_id, message, now, events)
+
+    def _hear_stream(self, stream_id: int, message: Message, now: float, events: list[Event]) -> None:
+        found = self._book.find(stream_id)
+        if found is None:
+            self._hear_unknown_stream(stream_id, message, events)
+            return
+        transfer, descriptor_index = found
+        try:
+            if isinstance(message, Malformed):
+                raise message.error
+            self._hear_transfer(transfer, descriptor_index, message, now, events)
+        except HurrayError as error:
+            if self._unsent_replies_nbytes > _MAX_UNSENT_REPLIES_NBYTES:
+                raise
+            if transfer.is_open:
+                self._fail_transfer(transfer, error, now, events)
+
+    @abstractmethod
+    def _hear_handshake(self, message: Message, now: float, events: list[Event]) -> None: ...
+
+    @abstractmethod
+    def _hear_session(self, message: Message, events: list[Event]) -> None: ...
+
+    @abstractmethod
+    def _hear_unknown_stream(self, stream_id: int, message: Message, events: list[Event]) -> None: ...
+
+    @abstractmethod
+    def _hear_transfer(
+        self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
+    ) -> None: ...
+
+    @abstractmethod
+    def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
+        """The peer broke a rule on a stream of this open transfer: end it, tell the peer, go on with the others."""
+
+    @abstractmethod
+    def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None: ...
+
+    # Handshake.
+
+    def _own_session_message(self, token: str) -> SessionMessage:
+        return SessionMessage(
+            engine_name=self.config.engine_name,
+            token=token,
+            host_id=self.config.host_id,
+            worker_address=self.config.worker_address,
+            heartbeat_s=self.config.heartbeat_s,
+        )
+
+    def _accept_hello(self, hello: Hello) -> None:
+        if hello.protocol_version != 1:
+            raise ProtocolError(
+                "this side speaks 1",
+                field="protocol_version",
+                value=hello.protocol_version,
+                code=ErrorCode.PROTOCOL_VERSION_MISMATCH,
+            )
+        if hello.max_message_nbytes < MIN_MESSAGE_NBYTES:
+            raise ProtocolError(
+                f"must be at least {MIN_MESSAGE_NBYTES}", field="max_message_size", value=hello.max_message_nbytes
+            )
+        if PRIVATE_LAYOUT not in hello.layouts:
+            raise ProtocolError(
+                f"must hold the private entry {PRIVATE_LAYOUT}; the peer does not speak hurray_rdma's messages",
+                field="layouts",
+                value=hello.layouts[:8],
+                code=ErrorCode.LAYOUT_UNAVAILABLE,
+            )
+        self._peer_max_nbytes = hello.max_message_nbytes
+
+    def _open(self, hello: Hello, session: SessionMessage, dialect: str, now: float, events: list[Event]) -> None:
+        self._state = SessionState.OPEN
+        self._decoder.max_message_nbytes = self.config.max_message_nbytes
+        self._last_ping = now
+        self.peer = PeerInfo(
+            engine_name=session.engine_name,
+            host_id=session.host_id,
+            worker_address=session.worker_address,
+            dialect=dialect,
+            devices=tuple(tag for tag in self.config.devices if tag in hello.devices),
+            capabilities=self.config.capabilities & hello.capabilities,
+            max_message_nbytes=hello.max_message_nbytes,
+            heartbeat_s=session.heartbeat_s,
+        )
+        events.append(SessionOpened(self.peer))
+
+    # Time.
+
+    def next_timeout(self) -> float | None:
+        """When ``handle_timeout`` is to be called next; None once closed."""
+        if self.is_closed:
+            return None
+        if not self.is_open:
+            return self._hello_deadline
+        times = [self._ping_due(), self._last_heard + self.config.peer_timeout_s]
+        due = self._book.next_due()
+        return min(times) if due is None else min(*times, due)
+
+    def _ping_due(self) -> float:
+        return max(self._last_heard, self._last_ping) + self.config.heartbeat_s
+
+    @property
+    def _retry_s(self) -> float:
+        return _RETRY_HEARTBEATS * self.config.heartbeat_s
+
+    def handle_timeout(self, now: float) -> list[Event]:
+        """Do what is due at ``now``; harmless when nothing is."""
+        events: list[Event] = []
+        if self.is_closed:
+            return events
+        if not self.is_open:
+            if now >= self._hello_deadline:
+                rule = f"the handshake did not complete within {self.config.hello_timeout_s} s"
+                self._fail(DeadlineExceededError(rule), events)
+            return events
+        silent_s = now - self._last_heard
+        if silent_s >= self.config.peer_timeout_s:
+            rule = f"nothing was heard from the peer for {silent_s:.2f} s, over {self.config.peer_timeout_s} s"
+            self._close(PeerLostError(rule), events)
+            return events
+        if now >= self._ping_due():
+            self._last_ping = now
+            self._send(Ping(), SESSION_STREAM_ID)
+        for transfer in self._book.pop_due(now):
+            self._transfer_due(transfer, now, events)
+        return events
+
+    # Failure.
+
+    def _fail(self, error: HurrayError, events: list[Event]) -> None:
+        self._send(self._error_message(error), SESSION_STREAM_ID)
+        self._close(error, events)
+
+    @staticmethod
+    def _error_message(error: HurrayError) -> ErrorMessage:
+        return ErrorMessage(error_code(error), str(error)[:_MAX_ERROR_TEXT_CHARS])
+
+    def _close(self, error: HurrayError | None, events: list[Event]) -> None:
+        self._state = SessionState.CLOSED
+        self._error = error
+        failure = error or TransferAbortedError("the session was closed")
+        open_transfers = self._book.open_transfers()
+        events += [TransferFailed(transfer.transfer_id, failure, transfer.granted) for transfer in open_transfers]
+        events.append(SessionClosed(error))
+
+    # Common to both sides' calls.
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise PeerLostError("the session is closed") from self._error
+        if not self.is_open:
+            raise LocalProtocolError("the session is not open yet; wait for SessionOpened")
+
+    def abort(self, transfer_id: int, code: int, reason: str, *, now: float) -> bool:
+        """End a transfer from this side, at any point before its acknowledgement.
+
+        Args:
+            transfer_id: the transfer.
+            code: an :class:`~hurray_rdma.control.codes.ErrorCode`, usually ABORTED.
+            reason: told to the peer.
+            now: the time.
+
+        Returns:
+            False if it had ended, or was ending, before. On a client ``quiet`` is owed if True.
+        """
+        if self.is_closed:
+            return False
+        transfer = self._book.get(transfer_id)
+        if transfer is None or not self._book.say(transfer, Step.ABORT):
+            return False
+        self._stop(transfer, Abort(code, reason[:_MAX_ERROR_TEXT_CHARS]), now)
+        return True
+
+    def _stop(self, transfer: Transfer, stop: Abort, now: float) -> None:
+        transfer.stop = stop
+        self._send(stop, transfer.transfer_id)
+        self._book.schedule(transfer, now + self._retry_s)

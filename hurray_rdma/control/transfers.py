@@ -1,0 +1,183 @@
+"""The transfers of one session: which stream belongs to which, where each stands, and when each is next due.
+
+This module knows stream numbering (a transfer T owns T, and T + 1 + i for descriptor i) and walks the state table. It
+sends nothing, and does not know which side it plays. Ended transfers are remembered for a while, so that late messages
+are told from wrong ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hurray_rdma.control.codes import ErrorCode, LocalProtocolError
+from hurray_rdma.control.exchange import Abort, Offer
+from hurray_rdma.control.states import HARMLESS_STEPS, OPEN_STATES, TRANSFER_STEPS, Step, TransferState
+from hurray_rdma.errors import ProtocolError
+
+__all__ = ["FIRST_TRANSFER_ID", "LAST_STREAM_ID", "Transfer", "TransferBook"]
+
+FIRST_TRANSFER_ID = 2
+LAST_STREAM_ID = 2**32 - 1
+_NUM_REMEMBERED = 1024
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One transfer as one side sees it."""
+
+    transfer_id: int
+    num_descriptors: int
+    offer: Offer | None
+    """Client: what was offered, while the transfer is open."""
+    state: TransferState = TransferState.OFFERED
+    granted: bool = False
+    ended: bytearray = field(init=False)
+    """1 per descriptor whose TENSOR_DATA_END passed."""
+    num_ended: int = 0
+    next_offsets: dict[int, int] = field(default_factory=dict)
+    """Fallback only: end of the TENSOR_DATA bytes so far, by descriptor."""
+    stop: Abort | None = None
+    """The ABORT this side sent, to be repeated until QUIET."""
+    due: float | None = None
+
+    def __post_init__(self) -> None:
+        self.ended = bytearray(self.num_descriptors)
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in OPEN_STATES
+
+    def end_step(self, descriptor_index: int) -> Step | None:
+        """The step that the end of this descriptor is; None if it ended before."""
+        if self.ended[descriptor_index]:
+            return None
+        return Step.LAST_END if self.num_ended + 1 == self.num_descriptors else Step.END
+
+    def mark_ended(self, descriptor_index: int) -> None:
+        self.ended[descriptor_index] = 1
+        self.num_ended += 1
+
+
+class TransferBook:
+    """All transfers of a session, open ones and the last 1024 that ended."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Transfer] = {}
+        self._ids: list[int] = []
+        self._finished: deque[int] = deque()
+        self._timers: list[tuple[float, int]] = []
+        self.next_id = FIRST_TRANSFER_ID
+        """Lowest stream_id that no transfer has owned yet."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._by_id) - len(self._finished)
+
+    def open_transfers(self) -> Iterator[Transfer]:
+        """Open transfers, oldest first."""
+        return (self._by_id[i] for i in list(self._ids) if self._by_id[i].is_open)
+
+    def add(self, transfer: Transfer) -> None:
+        insort(self._ids, transfer.transfer_id)
+        self._by_id[transfer.transfer_id] = transfer
+        self.next_id = max(self.next_id, transfer.transfer_id + 1 + transfer.num_descriptors)
+
+    def find(self, stream_id: int) -> tuple[Transfer, int | None] | None:
+        """The transfer that owns the stream, and the descriptor's index on its own stream; None if none is known."""
+        at = bisect_right(self._ids, stream_id)
+        if not at:
+            return None
+        transfer = self._by_id[self._ids[at - 1]]
+        index = stream_id - transfer.transfer_id - 1
+        if index >= transfer.num_descriptors:
+            return None
+        return transfer, None if index < 0 else index
+
+    def get(self, transfer_id: int) -> Transfer | None:
+        """The transfer of that id, None if it was forgotten.
+
+        Raises:
+            LocalProtocolError: there never was one.
+        """
+        transfer = self._by_id.get(transfer_id)
+        if transfer is None and transfer_id >= self.next_id:
+            raise LocalProtocolError("no transfer has this id yet", field="transfer_id", value=transfer_id)
+        return transfer
+
+    def hear(self, transfer: Transfer, step: Step) -> bool:
+        """Take a step the peer made. False: it came late or twice, and nothing changed.
+
+        Raises:
+            ProtocolError: the step is in no row of the table.
+        """
+        after = TRANSFER_STEPS[transfer.state].get(step)
+        if after is None:
+            if step in HARMLESS_STEPS[transfer.state]:
+                return False
+            raise ProtocolError(
+                f"{step.name} cannot follow in state {transfer.state.name} of transfer {transfer.transfer_id}",
+                code=ErrorCode.INVALID_MESSAGE,
+            )
+        self._move(transfer, after)
+        return True
+
+    def say(self, transfer: Transfer | None, step: Step) -> bool:
+        """Take a step of this side. False: the transfer is ending or has ended, so nothing is to be sent.
+
+        Raises:
+            LocalProtocolError: the step is in no row of the table.
+        """
+        if transfer is None:
+            return False
+        after = TRANSFER_STEPS[transfer.state].get(step)
+        if after is None:
+            if transfer.state is TransferState.STOPPING or not transfer.is_open:
+                return False
+            raise LocalProtocolError(
+                f"{step.name} is not possible in state {transfer.state.name} of transfer {transfer.transfer_id}"
+            )
+        self._move(transfer, after)
+        return True
+
+    def _move(self, transfer: Transfer, state: TransferState) -> None:
+        transfer.state = state
+        transfer.due = None
+        if state is TransferState.GRANTED:
+            transfer.granted = True
+        if transfer.is_open:
+            return
+        transfer.offer = None
+        transfer.next_offsets.clear()
+        self._finished.append(transfer.transfer_id)
+        if len(self._finished) > _NUM_REMEMBERED:
+            forgotten = self._finished.popleft()
+            del self._by_id[forgotten]
+            del self._ids[bisect_right(self._ids, forgotten) - 1]
+
+    def schedule(self, transfer: Transfer, due: float) -> None:
+        """Have ``pop_due`` give the transfer at this time, unless its state changes before."""
+        transfer.due = due
+        heapq.heappush(self._timers, (due, transfer.transfer_id))
+
+    def next_due(self) -> float | None:
+        """When ``pop_due`` next has something to give."""
+        while self._timers and not self._is_current(*self._timers[0]):
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def pop_due(self, now: float) -> list[Transfer]:
+        """The transfers whose time has come."""
+        due = []
+        while (when := self.next_due()) is not None and when <= now:
+            transfer = self._by_id[heapq.heappop(self._timers)[1]]
+            transfer.due = None
+            due.append(transfer)
+        return due
+
+    def _is_current(self, due: float, transfer_id: int) -> bool:
+        transfer = self._by_id.get(transfer_id)
+        return transfer is not None and transfer.due == due
