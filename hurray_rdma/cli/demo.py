@@ -1,0 +1,108 @@
+"""``hurray-rdma demo``: options to settings, a progress bar meanwhile, the report afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["demo"]
+
+_DEFAULT = "(default: demo.toml)"
+
+
+def demo(
+    *,
+    layers: Annotated[int | None, typer.Option(help=f"Layers {_DEFAULT}.")] = None,
+    heads: Annotated[int | None, typer.Option(help="KV heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements per head.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens per page.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Element type, e.g. bfloat16 or float8_e4m3fn.")] = None,
+    sequences: Annotated[int | None, typer.Option(help="Sequences in the batch.")] = None,
+    tokens_min: Annotated[int | None, typer.Option(help="Tokens of the shortest sequence.")] = None,
+    tokens_max: Annotated[int | None, typer.Option(help="Tokens of the longest sequence.")] = None,
+    sharing: Annotated[int | None, typer.Option(help="Sequences that share a prefix.")] = None,
+    shared_prefix: Annotated[int | None, typer.Option(help="Tokens of that prefix.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of lengths, page IDs and content.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Transfers, each compared and beside a memcpy.")] = None,
+    tls: Annotated[str | None, typer.Option(help="UCX transports, e.g. tcp; empty leaves the choice to UCX.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Time budget of the whole demo, seconds.")] = None,
+    llm: Annotated[
+        bool, typer.Option("--llm", help="Move a real language model's cache and continue its text.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="GGUF file for --llm (default: what scripts/get-model got).")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file over the defaults of demo.toml.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the same facts to this file.")] = None,
+) -> None:
+    """Move a paged KV cache between two processes on this machine, and compare every token of it."""
+    from hurray_rdma import demo as room  # noqa: PLC0415 - loads UCX
+    from hurray_rdma.demo import report  # noqa: PLC0415
+
+    settings = room.load_config(
+        config,
+        overrides={
+            "cache": {
+                "num_layers": layers,
+                "num_heads": heads,
+                "head_dim": head_dim,
+                "page_size": page_size,
+                "dtype": dtype,
+            },
+            "batch": {
+                "num_sequences": sequences,
+                "tokens_min": tokens_min,
+                "tokens_max": tokens_max,
+                "num_sharing": sharing,
+                "shared_prefix_tokens": shared_prefix,
+                "seed": seed,
+            },
+            "run": {"rounds": rounds, "tls": tls, "deadline_s": deadline},
+            "llm": {"page_size": page_size},
+        },
+    )
+    report.check_json_path(json)
+    told: room.DemoReport | room.LlmReport
+    try:
+        with _Bar(room.LLM_STEPS if llm else room.num_steps(settings)) as bar:
+            if llm:
+                told = room.run_llm(settings, model=model, on_step=bar.step)
+            else:
+                told = room.run_demo(settings, on_step=bar.step)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    report.print_report(told, console=Console())
+    if json is not None:
+        report.write_json(told, json)
+
+
+class _Bar:
+    """A progress bar on standard error, so that standard output is the report alone."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting two processes", total=num_steps)
+        self._begun = False
+
+    def step(self, what: str) -> None:
+        """The step before is done; now comes ``what``."""
+        self._progress.update(self._task, description=what, advance=int(self._begun))
+        self._begun = True
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,173 @@
+"""Settings of the demo: defaults from ``demo.toml``, a file of the user's over them, options over both; checked once.
+
+Knows names, types and ranges of settings; knows nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+import hurray_rdma
+from hurray_rdma.errors import ConfigError
+
+__all__ = ["BatchConfig", "CacheConfig", "DemoConfig", "LlmConfig", "RunConfig", "default_path", "load_config"]
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Table of the file -> key -> value."""
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class CacheConfig(_Table, frozen=True):
+    """Geometry of the cache; see `hurray_rdma.CacheSpec`."""
+
+    num_layers: _Count
+    num_heads: _Count
+    head_dim: _Count
+    page_size: _Count
+    """Tokens per page."""
+    dtype: str
+
+
+class BatchConfig(_Table, frozen=True):
+    """The sequences that are sent."""
+
+    num_sequences: _Count
+    tokens_min: _Count
+    """Shortest sequence."""
+    tokens_max: _Count
+    """Longest sequence."""
+    num_sharing: Annotated[int, msgspec.Meta(ge=0)]
+    """Sequences that begin with the same prefix."""
+    shared_prefix_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    """Length of that prefix; the whole pages of it are shared."""
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+
+
+class RunConfig(_Table, frozen=True):
+    """How the demo runs."""
+
+    rounds: _Count
+    """Transfers, each with a memcpy of the same pages and a comparison of every token."""
+    tls: str
+    """UCX transports (``UCX_TLS``); empty leaves the choice to UCX."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    """Time budget of the whole demo, seconds."""
+
+
+class LlmConfig(_Table, frozen=True):
+    """The language model's run (``--llm``)."""
+
+    new_tokens: Annotated[int, msgspec.Meta(ge=2, le=4096)]
+    """Tokens to generate: the first by the prefill process, the others by the decode process."""
+    max_prompt_tokens: _Count
+    """Room in the receive pool, tokens."""
+    page_size: _Count
+    """Tokens per page."""
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class DemoConfig(_Table, frozen=True):
+    """Everything that shapes one run of the demo; the same value makes both processes do the same."""
+
+    cache: CacheConfig
+    batch: BatchConfig
+    run: RunConfig
+    llm: LlmConfig
+
+
+def default_path() -> Path:
+    """The shipped ``demo.toml``: inside the installed package, or beside the package in a checkout.
+
+    Raises:
+        ConfigError: it is in neither place.
+    """
+    package = Path(hurray_rdma.__file__).parent
+    places = (package / "configs" / "demo.toml", package.parent / "configs" / "demo.toml")
+    for path in places:
+        if path.is_file():
+            return path
+    raise ConfigError(
+        "does not exist", field="configs/demo.toml", value=str(places[0]), fix="Install the package again"
+    )
+
+
+def load_config(path: Path | None = None, *, overrides: Settings | None = None) -> DemoConfig:
+    """Reads the defaults, lays the file at ``path`` and then ``overrides`` over them, and checks the result.
+
+    Args:
+        path: a TOML file with some or all keys of ``demo.toml``.
+        overrides: settings that outrank both files; a value of None is left out.
+
+    Raises:
+        ConfigError: a file cannot be read, or a setting is unknown, of the wrong type or out of range.
+    """
+    merged = _read(default_path())
+    layers: list[Settings] = [] if path is None else [_read(path)]
+    layers.append(
+        {table: {k: v for k, v in keys.items() if v is not None} for table, keys in (overrides or {}).items()}
+    )
+    for layer in layers:
+        for table, keys in layer.items():
+            if not isinstance(keys, Mapping):
+                raise ConfigError(f"must stand in one of the tables {sorted(merged)}", field=table, value=keys)
+            merged[table] = {**merged.get(table, {}), **keys}
+    try:
+        config = msgspec.convert(merged, DemoConfig)
+    except msgspec.ValidationError as error:
+        raise _named(error, merged) from error
+    _check_batch(config)
+    return config
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", field="config", value=str(path)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is not TOML: {error}", field="config", value=str(path)) from error
+
+
+def _named(error: msgspec.ValidationError, merged: Mapping[str, Any]) -> ConfigError:
+    """msgspec says the rule and the place; the value is looked up there."""
+    rule, _, place = str(error).partition(" - at `$.")
+    field = place.rstrip("`")
+    unknown = re.search(r"unknown field `(.+)`", rule)
+    if unknown:
+        field = f"{field}.{unknown[1]}".lstrip(".")
+        rule = "is no setting of the demo"
+    value: Any = merged
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return ConfigError(rule, field=field, value=value)
+
+
+def _check_batch(config: DemoConfig) -> None:
+    batch = config.batch
+    if batch.tokens_max < batch.tokens_min:
+        raise ConfigError(
+            f"must be at least batch.tokens_min {batch.tokens_min}", field="batch.tokens_max", value=batch.tokens_max
+        )
+    if batch.num_sharing > batch.num_sequences:
+        raise ConfigError(
+            f"must be at most batch.num_sequences {batch.num_sequences}",
+            field="batch.num_sharing",
+            value=batch.num_sharing,
+        )
+    if batch.shared_prefix_tokens > batch.tokens_min:
+        raise ConfigError(
+            f"must be at most batch.tokens_min {batch.tokens_min}: each sharing sequence holds all of the prefix",
+            field="batch.shared_prefix_tokens",
+            value=batch.shared_prefix_tokens,
+        )

@@ -1,0 +1,280 @@
+"""What the demo found out, as values, and as a text for somebody who sees the project for the first time."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hurray_rdma.errors import ConfigError
+
+__all__ = [
+    "DemoReport",
+    "LlmReport",
+    "PageIdRow",
+    "Timing",
+    "check_json_path",
+    "lane_warning",
+    "print_report",
+    "write_json",
+]
+
+_GIB = 2**30
+_IDS_SHOWN = 8
+_ROWS_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians over the rounds."""
+
+    rounds: int
+    transfer_s: float
+    """From the offer to the receiver's acknowledgement."""
+    write_s: float
+    """Of those, spent moving pages."""
+    memcpy_s: float
+    """A memcpy of the same pages within the sending process."""
+    transfer_gib_per_s: float
+    write_gib_per_s: float
+    memcpy_gib_per_s: float
+    ratio_to_memcpy: float
+    """Median over the rounds of memcpy_s / transfer_s; 1 is as fast as memcpy."""
+
+    @classmethod
+    def of(cls, *, transfer_s: list[float], write_s: list[float], memcpy_s: list[float], nbytes: int) -> Timing:
+        """From the seconds of each round, and the bytes that one round moves."""
+        transfer, write, memcpy = (statistics.median(seconds) for seconds in (transfer_s, write_s, memcpy_s))
+        return cls(
+            rounds=len(transfer_s),
+            transfer_s=transfer,
+            write_s=write,
+            memcpy_s=memcpy,
+            transfer_gib_per_s=nbytes / transfer / _GIB,
+            write_gib_per_s=nbytes / write / _GIB,
+            memcpy_gib_per_s=nbytes / memcpy / _GIB,
+            ratio_to_memcpy=statistics.median(m / t for m, t in zip(memcpy_s, transfer_s, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PageIdRow:
+    """One sequence's block table, before and after."""
+
+    seq: int
+    num_tokens: int
+    src_page_ids: tuple[int, ...]
+    dst_page_ids: tuple[int, ...]
+    num_shared: int
+    """Leading pages that other sequences name too."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """Facts of one run of the demo; all counts are of one round, except ``compared_nbytes``."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    num_sequences: int
+    num_tokens: int
+    num_table_entries: int
+    num_pages: int
+    """Physical pages of one layer and role."""
+    lane: str
+    """UCX transport that carried the pages."""
+    path: str
+    """``mapped`` or ``put``."""
+    logical_nbytes: int
+    """Bytes if each sequence were sent by itself."""
+    sent_nbytes: int
+    """Bytes moved: each shared page once."""
+    num_operations: int
+    compared_nbytes: int
+    """Bytes compared on the receiving side, all rounds together."""
+    timing: Timing
+    block_tables: tuple[PageIdRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LlmReport:
+    """Facts of one run with a language model."""
+
+    model: str
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    prompt_tokens: int
+    num_pages: int
+    lane: str
+    path: str
+    sent_nbytes: int
+    num_operations: int
+    transfer_s: float
+    """From the offer to the acknowledgement; the model computes meanwhile, and each layer leaves when it is done."""
+    tokens: tuple[int, ...]
+    """What the decode process generated; the prefill process generated the same."""
+    prompt: str
+    text: str
+    """``tokens`` as text."""
+
+
+def lane_warning(lane: str) -> str | None:
+    """A loud line for a slow lane; None for a fast one."""
+    if "emulated" in lane:
+        return (
+            f"SLOW LANE: {lane}. UCX has no one-sided transport between the two processes and copies every byte in "
+            "software. Check UCX_TLS and --tls; in a container allow ptrace (--cap-add SYS_PTRACE) and share /dev/shm."
+        )
+    if lane.partition("+")[0] == "tcp":
+        return f"SLOW LANE: {lane}. The bytes go through the network stack; on one host leave --tls and UCX_TLS unset."
+    return None
+
+
+def print_report(report: DemoReport | LlmReport, *, console: Console) -> None:
+    """Writes the report for a newcomer."""
+    if isinstance(report, LlmReport):
+        _print_llm(report, console)
+    else:
+        _print_pages(report, console)
+    warning = lane_warning(report.lane)
+    if warning is not None:
+        console.print(Panel(Text(warning), style="bold white on red"))
+
+
+def _print_pages(report: DemoReport, console: Console) -> None:
+    timing = report.timing
+    spared = report.logical_nbytes - report.sent_nbytes
+    facts = _facts()
+    facts.add_row(
+        "cache",
+        f"{report.num_layers} layers x {report.num_heads} KV heads x {report.head_dim} dims, {report.dtype}, "
+        f"pages of {report.page_size} tokens",
+    )
+    facts.add_row(
+        "batch",
+        f"{report.num_sequences} sequences, {report.num_tokens:,} tokens, {report.num_table_entries:,} page references "
+        f"to {report.num_pages:,} pages per layer and role",
+    )
+    facts.add_row("lane", _lane_text(report.lane, report.path))
+    facts.add_row("logical bytes", f"{_mib(report.logical_nbytes)}, were each sequence sent by itself")
+    facts.add_row("bytes sent", f"{_mib(report.sent_nbytes)}: each shared page once, {_mib(spared)} spared")
+    facts.add_row("operations", f"{report.num_operations:,}, straight from page to page: no staging buffer")
+    facts.add_row(
+        "speed",
+        f"[bold]{timing.transfer_gib_per_s:.2f} GiB/s[/bold] from offer to acknowledgement "
+        f"({timing.write_gib_per_s:.2f} while moving pages)",
+    )
+    facts.add_row(
+        "beside memcpy",
+        f"{timing.memcpy_gib_per_s:.2f} GiB/s for the same pages inside one process: the transfer runs at "
+        f"[bold]{timing.ratio_to_memcpy:.2f}[/bold] of it (medians of {timing.rounds} rounds)",
+    )
+    facts.add_row(
+        "compared",
+        f"[bold green]every byte equal[/bold green]: each token of each sequence, layer and role on the receiving "
+        f"side, {_mib(report.compared_nbytes)} in {timing.rounds} rounds",
+    )
+    console.print(Panel(facts, title="hurray_rdma demo: prefill process -> decode process", title_align="left"))
+    console.print(_page_id_table(report.block_tables))
+    console.print("Page IDs in [cyan]cyan[/cyan] are a shared prefix: sent once, and still shared after.", style="dim")
+
+
+def _print_llm(report: LlmReport, console: Console) -> None:
+    facts = _facts()
+    facts.add_row(
+        "model",
+        f"{report.model}: {report.num_layers} layers x {report.num_heads} KV heads x {report.head_dim} dims, "
+        f"{report.dtype}",
+    )
+    facts.add_row(
+        "prefill process", f"read {report.prompt_tokens} tokens into {report.num_pages} pages per layer and role"
+    )
+    facts.add_row("lane", _lane_text(report.lane, report.path))
+    facts.add_row(
+        "sent",
+        f"{_mib(report.sent_nbytes)} in {report.num_operations:,} operations, layer by layer while the model computed "
+        f"({report.transfer_s:.2f} s with the computing)",
+    )
+    facts.add_row("decode process", "never saw the prompt; got pages, their number of tokens, and one token ID")
+    facts.add_row(
+        "compared",
+        f"[bold green]all {len(report.tokens)} tokens equal[/bold green] to those of a single process",
+    )
+    console.print(Panel(facts, title="hurray_rdma demo --llm", title_align="left"))
+    console.print(Text(report.prompt, style="dim") + Text(report.text, style="bold"), soft_wrap=True)
+
+
+def check_json_path(path: Path | None) -> None:
+    """Raises ConfigError where `write_json` would fail: better known before the run."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError("must be a file in a folder that exists", field="--json", value=str(path))
+
+
+def write_json(report: DemoReport | LlmReport, path: Path) -> None:
+    """Writes the same facts as JSON.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", field="--json", value=str(path)) from error
+
+
+def _facts() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def _lane_text(lane: str, path: str) -> str:
+    how = {
+        "mapped": "the sender maps the receiver's pages and stores into them",
+        "put": "one-sided puts (ucp_put_nbx)",
+    }
+    return f"[bold]{lane}[/bold], {how.get(path, path)}"
+
+
+def _page_id_table(rows: tuple[PageIdRow, ...]) -> Table:
+    table = Table(title="block table: page IDs of the same tokens", title_justify="left", title_style="bold")
+    table.add_column("seq", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("before, in the prefill pool")
+    table.add_column("after, in the decode pool")
+    # Rows that share come first: that is what there is to see.
+    for row in sorted(rows, key=lambda row: row.num_shared == 0)[:_ROWS_SHOWN]:
+        table.add_row(
+            str(row.seq),
+            str(row.num_tokens),
+            _ids_text(row.src_page_ids, row.num_shared),
+            _ids_text(row.dst_page_ids, row.num_shared),
+        )
+    return table
+
+
+def _ids_text(page_ids: tuple[int, ...], num_shared: int) -> Text:
+    """The pages around the end of the shared prefix, so that both kinds are seen."""
+    start = max(0, min(num_shared - _IDS_SHOWN // 2, len(page_ids) - _IDS_SHOWN))
+    text = Text("... " if start else "")
+    for index, page_id in enumerate(page_ids[start : start + _IDS_SHOWN], start):
+        text.append(f"{page_id} ", style="cyan" if index < num_shared else "")
+    if start + _IDS_SHOWN < len(page_ids):
+        text.append("...")
+    return text
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
