@@ -7,9 +7,21 @@ knows nothing of pools, snapshots, peers or devices; arrays come in as arguments
 from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.buffers import BufferEntry
 from hurray_rdma.format.codec import decode, descriptor_length, encode, encode_many
+from hurray_rdma.format.dequantize import dequantize
 from hurray_rdma.format.descriptor import Descriptor
+from hurray_rdma.format.dtypes import (
+    cupy_dtype,
+    dlpack_type,
+    element_type_of,
+    numpy_dtype,
+    storage_dtype,
+    torch_dtype,
+)
 from hurray_rdma.format.elements import ElementType, ExtensionType
 from hurray_rdma.format.finding import Finding
+from hurray_rdma.format.indices import validate_indices
+from hurray_rdma.format.lookup import element_index, slot_index
+from hurray_rdma.format.packing import pack_codes, unpack_codes
 from hurray_rdma.format.quantization import (
     MXFP,
     NF4,
@@ -24,6 +36,7 @@ from hurray_rdma.format.quantization import (
 )
 from hurray_rdma.format.rules import check_transferable
 from hurray_rdma.format.sections import Statistics
+from hurray_rdma.format.stream import MAX_DESCRIPTOR_NBYTES, DescriptorReader, iter_descriptors
 from hurray_rdma.format.tags import (
     DeviceTag,
     Dialect,
@@ -36,12 +49,14 @@ from hurray_rdma.format.tags import (
 )
 
 __all__ = [
+    "MAX_DESCRIPTOR_NBYTES",
     "MXFP",
     "NF4",
     "NF4_LEVELS",
     "BufferEntry",
     "Descriptor",
     "DescriptorError",
+    "DescriptorReader",
     "DeviceTag",
     "Dialect",
     "DialectName",
@@ -60,10 +75,23 @@ __all__ = [
     "Statistics",
     "SyncMode",
     "check_transferable",
+    "cupy_dtype",
     "decode",
     "decode_quantization",
+    "dequantize",
     "descriptor_length",
+    "dlpack_type",
+    "element_index",
+    "element_type_of",
     "encode",
     "encode_many",
     "encode_quantization",
+    "iter_descriptors",
+    "numpy_dtype",
+    "pack_codes",
+    "slot_index",
+    "storage_dtype",
+    "torch_dtype",
+    "unpack_codes",
+    "validate_indices",
 ]
