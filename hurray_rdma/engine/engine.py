@@ -1,0 +1,222 @@
+"""The engine: one per process and pool, symmetric; it listens, connects, pushes and receives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from hurray_rdma.cache import PagePool
+from hurray_rdma.control import (
+    Channel,
+    Event,
+    EventHandler,
+    Listener,
+    ServerSession,
+    SessionClosed,
+    SessionConfig,
+    parse_address,
+    serve,
+)
+from hurray_rdma.engine.arrival import Arrival
+from hurray_rdma.engine.peer import Peer
+from hurray_rdma.engine.receiver import Receiver
+from hurray_rdma.errors import ConfigError
+from hurray_rdma.transport import Context, Worker, default_context
+
+__all__ = ["Engine"]
+
+_NUM_MOVERS = 2
+"""Threads that move pages. One fills a lane; the second lets a small transfer pass a large one."""
+
+
+class Engine:
+    """Sends snapshots of one pool, and receives into it. An async context manager; make it inside a running loop.
+
+    Args:
+        pool: source and destination of transfers; stays the caller's, who closes it after the engine.
+        listen: ``"host:port"`` to receive on, port 0 for any free one (see `address`); None only sends.
+        name: shown to peers and in logs; None is ``host:pid``.
+        token: shared secret of the engines; a connecting engine must have the listening one's.
+        timeout_s: default budget of connects, sends and waits, seconds.
+        lease_s: a sender that is silent for this long after its grant loses it, seconds.
+        allow_unauthenticated: listen beyond this host although no token is set: whoever reaches the port may write into
+            the pool.
+        context: UCX context; None is the process's own. It must be the one that the pool was made with.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        listen: str | None = None,
+        name: str | None = None,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        lease_s: float = 30.0,
+        allow_unauthenticated: bool = False,
+        context: Context | None = None,
+    ) -> None:
+        for field, value in (("timeout_s", timeout_s), ("lease_s", lease_s)):
+            if not value > 0:
+                raise ConfigError("must be above 0", field=field, value=value)
+        self.pool = pool
+        self.name = name or f"{platform.node()}:{os.getpid()}"
+        self._listen = parse_address(listen) if listen is not None else None
+        self._token = token
+        self._timeout_s = timeout_s
+        self._lease_s = lease_s
+        self._allow_unauthenticated = allow_unauthenticated
+        self._context = context
+        self._worker: Worker | None = None
+        self._movers: ThreadPoolExecutor | None = None
+        self._receiver: Receiver | None = None
+        self._listener: Listener | None = None
+        self._channels: set[Channel] = set()
+        self._peers: list[Peer] = []
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Makes the UCX worker and listens; `async with` calls it.
+
+        Raises:
+            ConfigError: the address is in use or not this machine's.
+            TransportError: UCX cannot make a worker.
+        """
+        self._worker = (self._context or default_context()).open_worker()
+        self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix="hurray-mover")
+        if self._listen is not None:
+            self._receiver = Receiver(
+                self.pool,
+                lease_s=self._lease_s,
+                timeout_s=self._timeout_s,
+                clock=asyncio.get_running_loop().time,
+            )
+            host, port = self._listen
+            try:
+                self._listener = await serve(
+                    host,
+                    port,
+                    self._config(),
+                    on_session=self._accept,
+                    allow_unauthenticated=self._allow_unauthenticated,
+                )
+            except BaseException:
+                await self.close()
+                raise
+
+    async def close(self) -> None:
+        """Ends arrivals and connections, then the UCX worker. Idempotent. The pool stays open."""
+        for peer in list(self._peers):
+            await peer.close()
+        self._peers.clear()
+        if self._listener is not None:
+            await self._listener.close()
+        for channel in list(self._channels):
+            await channel.close()
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._movers is not None:
+            self._movers.shutdown(wait=True)
+            self._movers = None
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            await asyncio.to_thread(worker.close)
+
+    @property
+    def address(self) -> str:
+        """``"host:port"`` as it listens, the port filled in.
+
+        Raises:
+            ConfigError: it does not listen.
+        """
+        if self._listener is None:
+            raise ConfigError("the engine does not listen", field="listen", value=None, fix="Pass listen='host:port'")
+        return str(self._listener.addresses[0])
+
+    def connect(self, address: str, *, timeout_s: float | None = None) -> Peer:
+        """A connection to the engine at ``"host:port"``, to be entered with ``async with``.
+
+        Args:
+            address: ``host:port``, ``[ipv6]:port``.
+            timeout_s: budget for connecting, and default of its sends; None is the engine's.
+
+        Raises:
+            ConfigError: the address cannot be read, or the engine was not started.
+        """
+        if self._worker is None or self._movers is None:
+            raise ConfigError("the engine is not running", field="engine", value=self.name, fix="Use `async with`")
+        peer = Peer(
+            address,
+            config=self._config(),
+            worker=self._worker,
+            movers=self._movers,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+        )
+        self._peers.append(peer)
+        return peer
+
+    async def arrivals(self) -> AsyncIterator[Arrival]:
+        """Each transfer to this engine, as soon as its pages are granted; ends when the engine closes.
+
+        Raises:
+            ConfigError: the engine does not listen.
+        """
+        if self._receiver is None:
+            raise ConfigError("the engine does not listen", field="listen", value=None, fix="Pass listen='host:port'")
+        while (arrival := await self._receiver.next_arrival()) is not None:
+            yield arrival
+
+    def _config(self) -> SessionConfig:
+        if self._worker is None:
+            raise ConfigError("the engine is not running", field="engine", value=self.name)
+        return SessionConfig(
+            engine_name=self.name,
+            token=self._token,
+            host_id=_host_id(),
+            worker_address=self._worker.address,
+            hello_timeout_s=self._timeout_s,
+        )
+
+    def _accept(self, channel: Channel) -> EventHandler:
+        """A sender has connected and may stay."""
+        receiver = self._receiver
+        assert receiver is not None
+        link = _ServerLink(channel)
+        self._channels.add(channel)
+
+        def handle(event: Event) -> None:
+            receiver.handle(link, event)
+            if isinstance(event, SessionClosed):
+                self._channels.discard(channel)
+
+        return handle
+
+
+class _ServerLink:
+    """A channel whose session is the listening side's."""
+
+    def __init__(self, channel: Channel) -> None:
+        assert isinstance(channel.session, ServerSession)
+        self.session = channel.session
+        self.notify = channel.notify
+
+
+def _host_id() -> bytes:
+    """The same for all processes of one running kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()

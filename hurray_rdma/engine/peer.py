@@ -1,0 +1,260 @@
+"""A connection to another engine, from the connecting side: control channel, UCX endpoint, the peer's pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+from hurray_rdma.cache import Snapshot
+from hurray_rdma.control import (
+    AbortRequested,
+    Acknowledged,
+    Channel,
+    ClientSession,
+    Event,
+    Granted,
+    PeerInfo,
+    Pool,
+    PoolAnnounced,
+    PoolRemoved,
+    Refused,
+    SessionClosed,
+    SessionConfig,
+    SessionOpened,
+    TransferFailed,
+    open_channel,
+    parse_address,
+)
+from hurray_rdma.engine.stats import TransferStats
+from hurray_rdma.engine.transfer import Transfer
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransportError
+from hurray_rdma.format import Dialect
+from hurray_rdma.transport import Endpoint, LaneReport, RemoteMemory, RemoteRegion, Worker
+
+__all__ = ["Peer"]
+
+
+class Peer:
+    """Another engine that takes snapshots. Made by `Engine.connect`; an async context manager.
+
+    Entering connects both channels and waits for the peer's pool, within ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        config: SessionConfig,
+        worker: Worker,
+        movers: ThreadPoolExecutor,
+        timeout_s: float,
+    ) -> None:
+        self.address = address
+        """As given to `Engine.connect`."""
+        self._movers = movers
+        self._host, self._port = parse_address(address)
+        self._config = config
+        self._worker = worker
+        self._timeout_s = timeout_s
+        self._channel: Channel | None = None
+        self._endpoint: Endpoint | None = None
+        self._pool: Pool | None = None
+        self._memories: tuple[RemoteMemory, ...] = ()
+        self._ready = asyncio.Event()
+        self._error: HurrayError | None = None
+        self._transfers: dict[int, Transfer] = {}
+
+    async def __aenter__(self) -> Peer:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Connects; `async with` calls it.
+
+        Raises:
+            PeerLostError: nobody listens at the address, or it hung up.
+            AuthenticationError: the token is not the peer's.
+            DeadlineExceededError: no answer in time.
+            TransportError: no UCX transport reaches the peer.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        self._channel = await open_channel(
+            self._host, self._port, self._config, timeout_s=self._timeout_s, on_event=self._handle
+        )
+        try:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._ready.wait()
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"{self.address} announced no pool in time", field="timeout_s", value=self._timeout_s
+                ) from None
+            self._raise_if_lost()
+            self._endpoint = await asyncio.to_thread(
+                self._worker.connect, self._peer_info().worker_address, timeout_s=deadline - time.monotonic()
+            )
+            self._open_regions()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends the transfers under way and both channels. Idempotent."""
+        channel, endpoint = self._channel, self._endpoint
+        self._channel = self._endpoint = None
+        lost = PeerLostError(f"the connection to {self.address} was closed here")
+        for transfer in list(self._transfers.values()):
+            transfer.fail(lost)
+        if endpoint is not None:
+            await asyncio.to_thread(endpoint.close)
+        if channel is not None:
+            await channel.close()
+
+    async def send(
+        self, snapshot: Snapshot, *, key: str | None = None, timeout_s: float | None = None
+    ) -> TransferStats:
+        """Pushes a whole snapshot: each physical page once, straight into the peer's pool.
+
+        Args:
+            snapshot: its pages must stay as they are until this returns.
+            key: a name for the peer's application; None makes one.
+            timeout_s: budget for everything, the wait for free pages included; None is the engine's.
+
+        Raises:
+            GeometryError: the peer's pool cannot take it; nothing was sent.
+            PoolExhaustedError: it never fits into the peer's pool; nothing was sent.
+            DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: nothing is in flight any more.
+        """
+        async with self.begin(snapshot, key=key, timeout_s=timeout_s) as transfer:
+            await transfer.send_rest()
+        return transfer.stats
+
+    def begin(self, snapshot: Snapshot, *, key: str | None = None, timeout_s: float | None = None) -> Transfer:
+        """A transfer to be sent layer by layer, while later layers are still being computed; arguments as of `send`."""
+        return Transfer(
+            self,
+            snapshot,
+            key if key is not None else uuid.uuid4().hex,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+        )
+
+    @property
+    def lanes(self) -> LaneReport:
+        """The UCX lanes of the connection."""
+        return self._open_endpoint().lanes
+
+    @property
+    def lane(self) -> str:
+        """The UCX transport that carries pages: ``sysv``, ``cma``, ``tcp``, ``tcp (emulated)`` ..."""
+        return self.remote_memories()[0].lane
+
+    @property
+    def path(self) -> str:
+        """``mapped`` (stores into the peer's memory) or ``put`` (``ucp_put_nbx``)."""
+        return self.remote_memories()[0].path.value
+
+    # What a transfer needs of it.
+
+    @property
+    def movers(self) -> ThreadPoolExecutor:
+        return self._movers
+
+    @property
+    def session(self) -> ClientSession:
+        session = self._open_channel().session
+        assert isinstance(session, ClientSession)
+        return session
+
+    def notify(self) -> None:
+        if self._channel is not None:
+            self._channel.notify()
+
+    def dialect(self) -> Dialect:
+        return Dialect(self._peer_info().dialect)
+
+    def pool(self) -> Pool:
+        self._raise_if_lost()
+        if self._pool is None:
+            raise PeerLostError(f"{self.address} has no pool to receive into (any more)")
+        return self._pool
+
+    def remote_memories(self) -> Sequence[RemoteMemory]:
+        self._raise_if_lost()
+        return self._memories
+
+    def quiet(self) -> bool:
+        return self._endpoint is None or self._endpoint.quiet
+
+    def register(self, transfer_id: int, transfer: Transfer) -> None:
+        self._transfers[transfer_id] = transfer
+
+    def forget(self, transfer_id: int) -> None:
+        self._transfers.pop(transfer_id, None)
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case SessionOpened():
+                pass
+            case PoolAnnounced(pool=pool):
+                self._pool = pool
+                if self._endpoint is not None:
+                    self._open_regions()
+                self._ready.set()
+            case PoolRemoved():
+                self._pool = None
+            case Granted(transfer_id=transfer_id, grant=grant):
+                if transfer_id in self._transfers:
+                    self._transfers[transfer_id].granted(grant)
+            case Acknowledged(transfer_id=transfer_id):
+                if transfer_id in self._transfers:
+                    self._transfers[transfer_id].acknowledged()
+            case (
+                Refused(transfer_id=transfer_id, error=error)
+                | TransferFailed(transfer_id=transfer_id, error=error)
+                | AbortRequested(transfer_id=transfer_id, error=error)
+            ):
+                if transfer_id in self._transfers:
+                    self._transfers[transfer_id].fail(error)
+            case SessionClosed(error=error):
+                self._error = error or PeerLostError(f"the session with {self.address} was closed")
+                self._ready.set()
+            case _:
+                pass
+
+    def _open_regions(self) -> None:
+        endpoint, pool = self._open_endpoint(), self.pool()
+        for memory in self._memories:
+            memory.close()
+        self._memories = tuple(
+            endpoint.open_region(RemoteRegion(remote_addr=r.remote_addr, nbytes=r.nbytes, rkey=r.rkey))
+            for r in pool.regions
+        )
+
+    def _peer_info(self) -> PeerInfo:
+        info = self.session.peer
+        if info is None:
+            raise PeerLostError(f"the session with {self.address} is not open")
+        return info
+
+    def _open_channel(self) -> Channel:
+        if self._channel is None:
+            raise PeerLostError(f"the connection to {self.address} is not open", fix="Use it within `async with`")
+        return self._channel
+
+    def _open_endpoint(self) -> Endpoint:
+        if self._endpoint is None:
+            raise TransportError(f"the connection to {self.address} is not open", fix="Use it within `async with`")
+        return self._endpoint
+
+    def _raise_if_lost(self) -> None:
+        if self._error is not None:
+            raise PeerLostError(f"the session with {self.address} has ended: {self._error}") from self._error
