@@ -4,6 +4,8 @@ This room knows what is said, when, and what follows from it. It knows neither p
 are bytes here, pools are numbers, and moving data is somebody else's work.
 """
 
+from hurray_rdma.control.address import DEFAULT_PORT, Address, parse_address
+from hurray_rdma.control.channel import Channel, EventHandler, open_channel
 from hurray_rdma.control.client import ClientSession
 from hurray_rdma.control.codes import (
     Capability,
@@ -35,25 +37,31 @@ from hurray_rdma.control.events import (
 )
 from hurray_rdma.control.exchange import Grant, Offer, Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
+from hurray_rdma.control.listener import Listener, serve
 from hurray_rdma.control.messages import Message
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
 
 __all__ = [
+    "DEFAULT_PORT",
     "DIALECT_TAGS",
     "HEADER_NBYTES",
     "MIN_MESSAGE_NBYTES",
     "AbortRequested",
     "Acknowledged",
+    "Address",
     "AllEnded",
     "Capability",
+    "Channel",
     "ClientSession",
     "DescriptorEnded",
     "ErrorCode",
     "Event",
+    "EventHandler",
     "FrameDecoder",
     "Grant",
     "Granted",
+    "Listener",
     "LocalProtocolError",
     "Message",
     "MessageType",
@@ -79,4 +87,7 @@ __all__ = [
     "encode",
     "error_code",
     "error_from_code",
+    "open_channel",
+    "parse_address",
+    "serve",
 ]

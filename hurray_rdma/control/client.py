@@ -263,13 +263,13 @@ class ClientSession(Session):
         events.append(Granted(transfer.transfer_id, grant))
 
     def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
-        granted = transfer.granted
-        self._stop_ungranted_or_ask(transfer, error, now)
-        events.append(TransferFailed(transfer.transfer_id, error, granted))
-
-    def _stop_ungranted_or_ask(self, transfer: Transfer, error: HurrayError, now: float) -> None:
         if transfer.state is TransferState.STOPPING:
             return
+        granted = transfer.granted
+        self._stop_for(transfer, error, now)
+        events.append(TransferFailed(transfer.transfer_id, error, granted))
+
+    def _stop_for(self, transfer: Transfer, error: HurrayError, now: float) -> None:
         granted = transfer.granted
         self._book.say(transfer, Step.ABORT)
         self._stop(transfer, Abort(error_code(error), self._error_message(error).text), now)
@@ -280,7 +280,7 @@ class ClientSession(Session):
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
         if transfer.state is TransferState.OFFERED:
             error = DeadlineExceededError("the peer did not answer the offer in its time")
-            self._stop_ungranted_or_ask(transfer, error, now)
+            self._stop_for(transfer, error, now)
             events.append(Refused(transfer.transfer_id, error))
         elif transfer.state is TransferState.ENDED:
             # No acknowledgement yet: an end, or the acknowledgement, may be lost. Repeating is harmless.

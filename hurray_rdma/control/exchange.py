@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError
-from hurray_rdma.format.elements import ElementType
+from hurray_rdma.format import ElementType
 
 __all__ = [
     "Abort",

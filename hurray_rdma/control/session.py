@@ -57,6 +57,7 @@ class Session(ABC):
         self._last_heard = now
         self._last_ping = now
         self._peer_max_nbytes = MIN_MESSAGE_NBYTES
+        self._dialect = ""
         self._error: HurrayError | None = None
 
     @property

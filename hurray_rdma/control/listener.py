@@ -1,0 +1,191 @@
+"""Accepting connections, and holding those that are not authenticated yet within bounds.
+
+This module knows where to listen and who is still in its handshake. What a connection does is channel.py's business,
+what an open session does is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import ssl
+from collections.abc import Callable
+from ipaddress import ip_address
+
+from hurray_rdma.control.address import Address
+from hurray_rdma.control.channel import READ_LIMIT_NBYTES, Channel, EventHandler
+from hurray_rdma.control.config import SessionConfig
+from hurray_rdma.control.events import Event, SessionClosed, SessionOpened
+from hurray_rdma.control.server import ServerSession
+from hurray_rdma.errors import ConfigError
+
+__all__ = ["Listener", "serve"]
+
+_log = logging.getLogger(__name__)
+
+
+class Listener:
+    """Accepts connections; made by :func:`serve`."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        on_session: Callable[[Channel], EventHandler],
+        ssl_context: ssl.SSLContext | None,
+        max_unauthenticated: int,
+    ) -> None:
+        self._config = config
+        self._on_session = on_session
+        self._ssl_context = ssl_context
+        self._max_unauthenticated = max_unauthenticated
+        self._unauthenticated: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.addresses: tuple[Address, ...] = ()
+        """Where it listens, with the ports the system gave."""
+
+    @property
+    def port(self) -> int:
+        """Port of the first address."""
+        return self.addresses[0].port
+
+    @property
+    def num_unauthenticated(self) -> int:
+        """Connections whose session is not open yet."""
+        return len(self._unauthenticated)
+
+    async def _listen(self, hosts: list[str], port: int) -> None:
+        self._server = await asyncio.start_server(self._accept, hosts, port, limit=READ_LIMIT_NBYTES)
+        self.addresses = tuple(Address(*s.getsockname()[:2]) for s in self._server.sockets)
+
+    async def close(self) -> None:
+        """Stop accepting, and cut connections that are not open yet; open channels stay. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        waiting = dict(self._unauthenticated)
+        for writer in waiting:
+            writer.transport.abort()
+        if waiting:
+            await asyncio.wait(waiting.values())
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._unauthenticated[writer] = task
+        if len(self._unauthenticated) > self._max_unauthenticated:
+            # The oldest goes: who means it takes milliseconds, so those that say nothing cannot keep others out.
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
+            oldest.transport.abort()
+
+    async def _run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if self._ssl_context is None:
+                await self._run_channel(reader, writer, writer)
+            elif (secured := await self._secure(writer, self._ssl_context)) is not None:
+                await self._run_channel(*secured, writer)
+        finally:
+            self._unauthenticated.pop(writer, None)
+
+    async def _secure(
+        self, raw: asyncio.StreamWriter, ssl_context: ssl.SSLContext
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        # TLS starts only now, not in the server itself, so that connections in the midst of it are counted, too; and
+        # not by StreamWriter.start_tls, which breaks the writer if the connection is cut meanwhile (CPython 3.11).
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=READ_LIMIT_NBYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        timeout_s = self._config.hello_timeout_s
+        try:
+            transport = await loop.start_tls(
+                raw.transport, protocol, ssl_context, server_side=True, ssl_handshake_timeout=timeout_s
+            )
+        except OSError as error:
+            _log.info("connection from %s failed in TLS: %s", raw.get_extra_info("peername"), error)
+            transport = None
+        if transport is None:
+            raw.transport.abort()
+            return None
+        protocol.connection_made(transport)
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    async def _run_channel(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, raw: asyncio.StreamWriter
+    ) -> None:
+        handler: EventHandler | None = None
+
+        def hear(event: Event) -> None:
+            nonlocal handler
+            if isinstance(event, SessionOpened):
+                self._unauthenticated.pop(raw, None)
+                handler = self._on_session(channel)
+            if handler is not None:
+                handler(event)
+            elif isinstance(event, SessionClosed):
+                _log.info("connection from %s refused: %s", channel.peer_address, event.error)
+
+        session = ServerSession(self._config, now=asyncio.get_running_loop().time())
+        channel = Channel(session, reader, writer, hear)
+        channel.start()
+        await channel.wait_closed()
+
+
+async def serve(
+    host: str,
+    port: int,
+    config: SessionConfig,
+    *,
+    on_session: Callable[[Channel], EventHandler],
+    ssl_context: ssl.SSLContext | None = None,
+    allow_unauthenticated: bool = False,
+    max_unauthenticated: int = 64,
+) -> Listener:
+    """Listen, and run a session for each connection.
+
+    Args:
+        host: name or literal; all its addresses, but only the first if ``port`` is 0.
+        port: TCP port; 0 for any free one (``listener.port`` tells).
+        config: settings of this side.
+        on_session: called with each channel when its session opens, never before the peer is authenticated; returns
+            the handler of its events, of which SessionOpened is the first.
+        ssl_context: server-side TLS context; None for plain TCP.
+        allow_unauthenticated: listen beyond this host although neither a token nor client certificates are asked for.
+        max_unauthenticated: connections that may be in their handshake; the oldest is cut for a new one.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or would be open to everyone.
+    """
+    address = Address(host, port)
+    hosts = await _resolve(address)
+    asks_certificate = ssl_context is not None and ssl_context.verify_mode is ssl.CERT_REQUIRED
+    is_open = not (config.token or asks_certificate or allow_unauthenticated)
+    if is_open and not all(ip_address(h).is_loopback for h in hosts):
+        raise ConfigError(
+            "anyone who reaches this address could write into the pools: no token and no client certificates are set",
+            field="listen",
+            value=str(address),
+            fix="Set a token, ask for client certificates, listen on 127.0.0.1, or allow unauthenticated peers by name",
+        )
+    listener = Listener(config, on_session, ssl_context, max_unauthenticated)
+    try:
+        await listener._listen(hosts[:1] if port == 0 else hosts, port)
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE
+        raise ConfigError(
+            "the port is in use" if in_use else f"cannot listen there: {error.strerror or error}",
+            field="listen",
+            value=str(address),
+            fix="Take another port, or 0 for any free one" if in_use else None,
+        ) from error
+    return listener
+
+
+async def _resolve(address: Address) -> list[str]:
+    try:
+        infos = await asyncio.get_running_loop().getaddrinfo(address.host, address.port)
+    except OSError as error:
+        rule = f"the name cannot be resolved: {error.strerror or error}"
+        raise ConfigError(rule, field="listen", value=str(address)) from error
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))

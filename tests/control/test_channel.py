@@ -1,0 +1,511 @@
+"""Channels over real loopback TCP and TLS: opening, failing to open, back-pressure, dying, closing."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hurray_rdma.control import (
+    Acknowledged,
+    AllEnded,
+    Channel,
+    ClientSession,
+    Event,
+    Grant,
+    Granted,
+    Listener,
+    Offer,
+    Offered,
+    Pool,
+    PoolAnnounced,
+    ServerSession,
+    SessionClosed,
+    SessionConfig,
+    SessionOpened,
+    TensorData,
+    TransferFailed,
+    open_channel,
+    serve,
+)
+from hurray_rdma.errors import (
+    AuthenticationError,
+    ConfigError,
+    DeadlineExceededError,
+    HurrayError,
+    PeerLostError,
+    ProtocolError,
+)
+
+MakeConfig = Callable[..., SessionConfig]
+TLS = Path(__file__).parent / "tls"
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class Peer:
+    """One side's channel and a queue of its events."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.channel: Channel
+
+    async def next(self, kind: type) -> Event:
+        event = await asyncio.wait_for(self.events.get(), 5)
+        assert isinstance(event, kind), event
+        return event
+
+
+async def alone() -> None:
+    """Returns once no other task is left, or the test's time is up."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+
+
+class Receivers:
+    """Every session a listener opened."""
+
+    def __init__(self) -> None:
+        self.peers: asyncio.Queue[Peer] = asyncio.Queue()
+
+    def __call__(self, channel: Channel) -> Callable[[Event], None]:
+        peer = Peer()
+        peer.channel = channel
+        self.peers.put_nowait(peer)
+        return peer.events.put_nowait
+
+    async def next(self) -> Peer:
+        return await asyncio.wait_for(self.peers.get(), 5)
+
+
+@asynccontextmanager
+async def joined(
+    server: SessionConfig, client: SessionConfig, host: str = "127.0.0.1", **tls: ssl.SSLContext | None
+) -> AsyncIterator[tuple[Peer, Peer]]:
+    """An open (client, server) pair over TCP; SessionOpened is taken on both sides."""
+    receivers, sender = Receivers(), Peer()
+    listener = await serve(host, 0, server, on_session=receivers, ssl_context=tls.get("server_tls"))
+    try:
+        sender.channel = await open_channel(
+            host,
+            listener.port,
+            client,
+            timeout_s=5,
+            on_event=sender.events.put_nowait,
+            ssl_context=tls.get("client_tls"),
+        )
+        receiver = await receivers.next()
+        await sender.next(SessionOpened)
+        await receiver.next(SessionOpened)
+        yield sender, receiver
+        await sender.channel.close()
+        await receiver.channel.close()
+    finally:
+        await listener.close()
+    await alone()
+
+
+def run(main: Coroutine[None, None, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+async def transfer(sender: Peer, receiver: Peer, offer: Offer, pool: Pool, grant: Grant) -> None:
+    """One whole transfer over an open pair."""
+    client, server = sender.channel, receiver.channel
+    assert isinstance(client.session, ClientSession)
+    assert isinstance(server.session, ServerSession)
+    server.session.announce(pool, now=server.now)
+    server.notify()
+    assert await sender.next(PoolAnnounced) == PoolAnnounced(pool)
+    transfer_id = client.session.offer(offer, now=client.now, timeout_s=5)
+    await client.flush()
+    offered = await receiver.next(Offered)
+    assert isinstance(offered, Offered)
+    np.testing.assert_array_equal(offered.offer.block_table, offer.block_table)
+    server.session.grant(transfer_id, grant, now=server.now)
+    await server.flush()
+    await sender.next(Granted)
+    for index in range(offer.num_descriptors):
+        client.session.data_end(transfer_id, index, now=client.now)
+    await client.flush()
+    while not isinstance(await asyncio.wait_for(receiver.events.get(), 5), AllEnded):
+        pass
+    server.session.acknowledge(transfer_id, now=server.now)
+    await server.flush()
+    await sender.next(Acknowledged)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_whole_transfer(
+    host: str, make_config: MakeConfig, make_offer: Callable[..., Offer], make_pool: Callable[..., Pool], grant: Grant
+) -> None:
+    async def main() -> None:
+        async with joined(make_config("decode", token="s"), make_config("prefill", token="s"), host) as (
+            sender,
+            receiver,
+        ):
+            await transfer(sender, receiver, make_offer(), make_pool(), grant)
+
+    run(main())
+
+
+def test_offer_of_many_megabytes(
+    make_config: MakeConfig, make_offer: Callable[..., Offer], make_pool: Callable[..., Pool], grant: Grant
+) -> None:
+    num_pages = 4_000_000  # 16 MB of block table
+    offer = make_offer(
+        block_table=np.arange(num_pages, dtype=np.uint32), seq_ptr=[0, num_pages], seq_lens=[num_pages * 4]
+    )
+
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+            await transfer(sender, receiver, offer, make_pool(), grant)
+
+    run(main())
+
+
+def test_fallback_data_arrives_in_order_and_is_held_back_by_a_slow_reader(
+    make_config: MakeConfig, make_offer: Callable[..., Offer], make_pool: Callable[..., Pool], grant: Grant
+) -> None:
+    piece = np.random.default_rng(1).bytes(1 << 20)
+
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+            client, server = sender.channel, receiver.channel
+            server.session.announce(make_pool(), now=server.now)
+            server.notify()
+            await sender.next(PoolAnnounced)
+            transfer_id = client.session.offer(make_offer(1), now=client.now, timeout_s=5)
+            await client.flush()
+            await receiver.next(Offered)
+            server.session.grant(transfer_id, grant, now=server.now)
+            await server.flush()
+            await sender.next(Granted)
+            most_unsent = 0
+            for k in range(32):
+                client.session.tensor_data(transfer_id, 0, k << 20, piece, now=client.now)
+                await client.flush()
+                most_unsent = max(most_unsent, client._writer.transport.get_write_buffer_size())
+            client.session.data_end(transfer_id, 0, now=client.now)
+            await client.flush()
+            assert most_unsent < 3 << 20
+            for k in range(32):
+                event = await receiver.next(TensorData)
+                assert isinstance(event, TensorData)
+                assert event.offset_nbytes == k << 20
+                assert event.data == piece
+
+    run(main())
+
+
+def _server_tls(*, ask_client: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(TLS / "ca.pem"))
+    context.load_cert_chain(TLS / "server.pem")
+    context.verify_mode = ssl.CERT_REQUIRED if ask_client else ssl.CERT_NONE
+    return context
+
+
+def _client_tls(*, certificate: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(TLS / "ca.pem"))
+    if certificate:
+        context.load_cert_chain(TLS / "client.pem")
+    return context
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls(
+    mutual: bool,
+    make_config: MakeConfig,
+    make_offer: Callable[..., Offer],
+    make_pool: Callable[..., Pool],
+    grant: Grant,
+) -> None:
+    async def main() -> None:
+        tls = {"server_tls": _server_tls(ask_client=mutual), "client_tls": _client_tls(certificate=mutual)}
+        async with joined(make_config("decode"), make_config("prefill"), **tls) as (sender, receiver):
+            await transfer(sender, receiver, make_offer(), make_pool(), grant)
+
+    run(main())
+
+
+async def _say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
+
+
+async def _open_fails(
+    config: SessionConfig, port: int, expected: type[HurrayError] | tuple[type[HurrayError], ...], **settings: object
+) -> HurrayError:
+    facts = {
+        "timeout_s": 5.0,
+        "on_event": lambda event: pytest.fail(f"{event} on a channel that never opened"),
+    } | settings
+    with pytest.raises(expected) as caught:
+        await open_channel("127.0.0.1", port, config, **facts)  # type: ignore[arg-type]
+    return caught.value
+
+
+@pytest.mark.parametrize("case", ["no client certificate", "unknown server", "plain client", "plain server"])
+def test_tls_refusals_are_typed(case: str, make_config: MakeConfig) -> None:
+    async def main() -> None:
+        receivers = Receivers()
+        server_tls = None if case == "plain server" else _server_tls(ask_client=case == "no client certificate")
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers, ssl_context=server_tls)
+        client_tls = {
+            "no client certificate": _client_tls(certificate=False),
+            "unknown server": ssl.create_default_context(),
+            "plain client": None,
+            "plain server": _client_tls(certificate=False),
+        }[case]
+        # asyncio's server drops the alert that says which certificate is missing, so the client only sees the end.
+        expected = {"plain client": (PeerLostError, ProtocolError), "no client certificate": PeerLostError}.get(
+            case, AuthenticationError
+        )
+        error = await _open_fails(make_config(), listener.port, expected, ssl_context=client_tls)
+        assert case != "no client certificate" or "certificate" in str(error)
+        await listener.close()
+        assert receivers.peers.empty()
+
+    run(main())
+
+
+def test_wrong_token(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode", token="right"), on_session=receivers)
+        error = await _open_fails(make_config(token="wrong"), listener.port, AuthenticationError)
+        assert "token" in str(error)
+        await _open_fails(make_config(), listener.port, AuthenticationError)
+        await listener.close()
+        assert receivers.peers.empty()
+
+    run(main())
+
+
+def test_nobody_listens(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            error = await _open_fails(make_config(), free.getsockname()[1], PeerLostError)
+        assert "receiver is running" in str(error)
+
+    run(main())
+
+
+def test_name_that_does_not_resolve(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        with pytest.raises(PeerLostError, match=r"nowhere\.invalid"):
+            await open_channel("nowhere.invalid", 1, make_config(), timeout_s=20, on_event=lambda _: None)
+
+    run(main())
+
+
+def test_a_server_that_says_nothing_is_given_up_in_time(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        silent = await asyncio.start_server(_say_nothing, "127.0.0.1", 0)
+        begin = asyncio.get_running_loop().time()
+        await _open_fails(make_config(), silent.sockets[0].getsockname()[1], DeadlineExceededError, timeout_s=0.2)
+        assert asyncio.get_running_loop().time() - begin < 2
+        silent.close()
+
+    run(main())
+
+
+def test_a_server_of_another_kind(make_config: MakeConfig) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        await _open_fails(make_config(), server.sockets[0].getsockname()[1], ProtocolError)
+        server.close()
+
+    run(main())
+
+
+def test_port_in_use(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        listener = await serve("127.0.0.1", 0, make_config(), on_session=Receivers())
+        with pytest.raises(ConfigError, match="in use") as caught:
+            await serve("127.0.0.1", listener.port, make_config(), on_session=Receivers())
+        assert str(listener.port) in str(caught.value)
+        assert caught.value.fix is not None
+        await listener.close()
+
+    run(main())
+
+
+def test_eight_listeners_on_port_0(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        listeners: list[Listener] = [
+            await serve("127.0.0.1", 0, make_config(), on_session=Receivers()) for _ in range(8)
+        ]
+        assert len({listener.port for listener in listeners}) == 8
+        for listener in listeners:
+            await listener.close()
+
+    run(main())
+
+
+def test_open_to_everyone_only_by_name(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="token"):
+            await serve("0.0.0.0", 0, make_config(), on_session=Receivers())
+        for settings in ({"allow_unauthenticated": True}, {"ssl_context": _server_tls(ask_client=True)}):
+            await (await serve("0.0.0.0", 0, make_config(), on_session=Receivers(), **settings)).close()  # type: ignore[arg-type]
+        await (await serve("0.0.0.0", 0, make_config(token="s"), on_session=Receivers())).close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_idle_connections_do_not_keep_others_out(tls: bool, make_config: MakeConfig) -> None:
+    async def main() -> None:
+        receivers = Receivers()
+        server_tls = _server_tls(ask_client=False) if tls else None
+        client_tls = _client_tls(certificate=False) if tls else None
+        listener = await serve(
+            "127.0.0.1", 0, make_config(token="s"), on_session=receivers, ssl_context=server_tls, max_unauthenticated=8
+        )
+        idle = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(200)]
+        channel = await open_channel(
+            "127.0.0.1",
+            listener.port,
+            make_config(token="s"),
+            timeout_s=5,
+            on_event=lambda _: None,
+            ssl_context=client_tls,
+        )
+        assert listener.num_unauthenticated <= 8
+        receiver = await receivers.next()
+        await channel.close()
+        await receiver.channel.wait_closed()
+        await listener.close()
+        assert listener.num_unauthenticated == 0
+        for _, writer in idle:
+            writer.transport.abort()
+
+    run(main())
+
+
+def test_a_peer_that_dies_is_noticed_at_once(
+    make_config: MakeConfig, make_offer: Callable[..., Offer], make_pool: Callable[..., Pool]
+) -> None:
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+            receiver.channel.session.announce(make_pool(), now=receiver.channel.now)
+            receiver.channel.notify()
+            await sender.next(PoolAnnounced)
+            transfer_id = sender.channel.session.offer(make_offer(), now=sender.channel.now, timeout_s=60)
+            await sender.channel.flush()
+            await receiver.next(Offered)
+            begin = sender.channel.now
+            sender.channel._writer.transport.abort()  # What the kernel does for a process that is killed.
+            failed = await receiver.next(TransferFailed)
+            assert isinstance(failed, TransferFailed)
+            assert failed.transfer_id == transfer_id
+            assert isinstance(failed.error, PeerLostError)
+            closed = await receiver.next(SessionClosed)
+            assert isinstance(closed, SessionClosed)
+            assert isinstance(closed.error, PeerLostError)
+            assert sender.channel.now - begin < 1
+
+    run(main())
+
+
+def test_a_peer_that_is_stuck_is_noticed_within_its_timeout(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        patient = make_config("decode", heartbeat_s=0.05, peer_timeout_s=0.3)
+        async with joined(make_config("decode"), patient) as (sender, receiver):
+            # What SIGSTOP does, without a second process: nothing is read, and no timer runs.
+            receiver.channel._reader._transport.pause_reading()  # type: ignore[attr-defined]
+            assert receiver.channel._timer is not None
+            receiver.channel._timer.cancel()
+            begin = sender.channel.now
+            closed = await sender.next(SessionClosed)
+            assert isinstance(closed, SessionClosed)
+            assert isinstance(closed.error, PeerLostError)
+            assert 0.2 < sender.channel.now - begin < 1.5
+            receiver.channel.abort()
+
+    run(main())
+
+
+def test_close_tells_this_side_none_and_the_other_side_peer_lost(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+            await sender.channel.close()
+            await sender.channel.close()
+            assert await sender.next(SessionClosed) == SessionClosed(None)
+            closed = await receiver.next(SessionClosed)
+            assert isinstance(closed, SessionClosed)
+            assert isinstance(closed.error, PeerLostError)
+
+    run(main())
+
+
+def test_last_words_arrive_although_input_is_unread(make_config: MakeConfig) -> None:
+    """The server refuses a message while megabytes of it are on their way; the client still learns why."""
+
+    async def main() -> None:
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=Receivers())
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write((1).to_bytes(4, "little") + (1).to_bytes(4, "little") + (1 << 28).to_bytes(4, "little"))
+        writer.write(bytes(8 << 20))
+        answer = await reader.read()
+        assert int.from_bytes(answer[:4], "little") == 9
+        assert int.from_bytes(answer[12:16], "little") == 7  # MESSAGE_TOO_LARGE
+        writer.close()
+        await listener.close()
+
+    run(main())
+
+
+def test_what_a_handler_raises_ends_the_channel_and_is_raised(
+    make_config: MakeConfig, make_pool: Callable[..., Pool]
+) -> None:
+    async def main() -> None:
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers)
+
+        def hear(event: Event) -> None:
+            if isinstance(event, PoolAnnounced):
+                raise RuntimeError("engine fault")
+
+        channel = await open_channel("127.0.0.1", listener.port, make_config(), timeout_s=5, on_event=hear)
+        receiver = await receivers.next()
+        receiver.channel.session.announce(make_pool(), now=receiver.channel.now)
+        receiver.channel.notify()
+        with pytest.raises(RuntimeError, match="engine fault"):
+            await channel.wait_closed()
+        assert channel.session.is_closed
+        await receiver.next(SessionOpened)
+        await receiver.next(SessionClosed)
+        await receiver.channel.wait_closed()
+        await listener.close()
+
+    run(main())
+
+
+def test_cancelling_an_open_leaves_nothing(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        silent = await asyncio.start_server(_say_nothing, "127.0.0.1", 0)
+        port = silent.sockets[0].getsockname()[1]
+        task = asyncio.create_task(open_channel("127.0.0.1", port, make_config(), timeout_s=5, on_event=lambda _: None))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        silent.close()
+        await alone()
+
+    run(main())
