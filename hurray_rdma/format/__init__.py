@@ -5,6 +5,8 @@ knows nothing of pools, snapshots, peers or devices; arrays come in as arguments
 """
 
 from hurray_rdma.errors import DescriptorError
+from hurray_rdma.format.annotate import AnnotatedField, Annotation
+from hurray_rdma.format.annotate_messages import annotate
 from hurray_rdma.format.buffers import BufferEntry
 from hurray_rdma.format.codec import decode, descriptor_length, encode, encode_many
 from hurray_rdma.format.dequantize import dequantize
@@ -53,6 +55,8 @@ __all__ = [
     "MXFP",
     "NF4",
     "NF4_LEVELS",
+    "AnnotatedField",
+    "Annotation",
     "BufferEntry",
     "Descriptor",
     "DescriptorError",
@@ -74,6 +78,7 @@ __all__ = [
     "Quantization",
     "Statistics",
     "SyncMode",
+    "annotate",
     "check_transferable",
     "cupy_dtype",
     "decode",

@@ -38,7 +38,8 @@ def dequantize(
 
     Args:
         descriptor: geometry, element type and scheme; without a scheme the values are only widened.
-        page_pool: buffer 0, any host array whose bytes, in C order, are the buffer's; packed types stay packed.
+        page_pool: buffer 0 in host memory: either [num_pages, page_size, ...] with any strides, whose slots hold
+            [num_heads, head_dim] elements in `storage_dtype`, or any array whose bytes, in C order, are the buffer's.
         block_table, seq_ptr: buffers 1 and 2, integers.
         seq_lens: tokens per sequence, integers [num_seqs].
         seq: the sequence.
@@ -102,22 +103,32 @@ def _gather(d: Descriptor, page_pool: NDArray[Any], slots: NDArray[np.int64]) ->
     """The stored elements of some slots, one array element each: [len(slots), num_heads, head_dim]."""
     if not isinstance(d.element_type, ElementType):
         raise DescriptorError("values of private types are not interpreted", field="type_tag", value=d.element_type.tag)
+    elements, bits = d.num_heads * d.head_dim, d.element_type.bits
+    shape = (len(slots), d.num_heads, d.head_dim)
+    if page_pool.shape[:2] == (d.num_pages, d.page_size) and elements * bits % 8 == 0:
+        rows = np.ascontiguousarray(page_pool[slots // d.page_size, slots % d.page_size]).reshape(len(slots), -1)
+        rows = rows.view(np.uint8)
+        if rows.shape[1] != elements * bits // 8:
+            rule = f"a slot has {elements * bits // 8} bytes: {elements} elements of {d.element_type.wire_name}"
+            raise DescriptorError(rule, field="page_pool", value=f"{page_pool.dtype}{list(page_pool.shape)}")
+        return _elements(rows, d.element_type, elements).reshape(shape)
     raw = np.ascontiguousarray(page_pool).reshape(-1).view(np.uint8)
     if raw.nbytes != d.buffers[0].byte_size:
         rule = f"must have the {d.buffers[0].byte_size} bytes of buffer 0"
         raise DescriptorError(rule, field="page_pool.nbytes", value=raw.nbytes)
-    elements, bits = d.num_heads * d.head_dim, d.element_type.bits
-    shape = (len(slots), d.num_heads, d.head_dim)
-    if not d.element_type.is_packed:
-        rows = raw.reshape(-1, elements * bits // 8)[slots] if elements else raw.reshape(0, 0)
-        return rows.reshape(-1).view(numpy_dtype(d.element_type)).reshape(shape)
+    if not elements:
+        return np.zeros(shape, dtype=np.int8)
     if elements * bits % 8 == 0:
-        rows = raw.reshape(-1, elements * bits // 8)[slots] if elements else np.zeros((len(slots), 0), np.uint8)
-        codes = unpack_codes(rows, bits=bits, num_elements=elements)
-    else:
-        every = unpack_codes(raw, bits=bits, num_elements=d.num_pages * d.page_size * elements)
-        codes = every.reshape(-1, elements)[slots]
-    return _from_codes(codes, d.element_type).reshape(shape)
+        return _elements(raw.reshape(-1, elements * bits // 8)[slots], d.element_type, elements).reshape(shape)
+    every = _elements(raw, d.element_type, d.num_pages * d.page_size * elements)
+    return every.reshape(-1, elements)[slots].reshape(shape)
+
+
+def _elements(rows: NDArray[np.uint8], element_type: ElementType, count: int) -> NDArray[Any]:
+    """The elements in each row of bytes, unpacked."""
+    if not element_type.is_packed:
+        return rows.reshape(-1).view(numpy_dtype(element_type))
+    return _from_codes(unpack_codes(rows, bits=element_type.bits, num_elements=count), element_type)
 
 
 def _from_codes(codes: NDArray[np.uint8], element_type: ElementType) -> NDArray[Any]:

@@ -1,0 +1,134 @@
+"""``hurray-rdma inspect``: descriptors or captured control messages as a table of fields with their meaning.
+
+It reads the input and draws; what the bytes mean and which rule they break is said by ``format``.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import string
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hurray_rdma.errors import ConfigError
+from hurray_rdma.format import Annotation, annotate
+
+__all__ = ["inspect"]
+
+_SHOWN_NBYTES = 8
+_PIPED_WIDTH = 132
+_HEX = frozenset(string.hexdigits)
+_SEPARATORS = str.maketrans("", "", string.whitespace + ":_")
+
+
+def inspect(
+    source: Annotated[str, typer.Argument(metavar="FILE|-|HEX", help="A file, - for standard input, or hex digits.")],
+    *,
+    json: Annotated[Path | None, typer.Option(help="Write the same facts to this file.")] = None,
+) -> None:
+    """Explain block-paged descriptors, or captured control messages, byte by byte; exit code 1 if a rule is broken."""
+    annotations = annotate(_read(source), private_names=_private_names())
+    if not annotations:
+        raise ConfigError("there is nothing to inspect", field="source", value=source)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
+    for annotation in annotations:
+        console.print(_table(annotation))
+        console.print(_verdict(annotation), soft_wrap=True)
+    if json is not None:
+        _write(json, annotations)
+    if any(each.problem for each in annotations):
+        raise typer.Exit(1)
+
+
+def _private_names() -> dict[int, str]:
+    from hurray_rdma.control import MessageType  # noqa: PLC0415 - keeps --help quick
+
+    return {each.value: each.name for each in MessageType if each >= 0xF0}
+
+
+def _read(source: str) -> bytes:
+    """The bytes of the source; text of nothing but hex digits stands for the bytes it spells."""
+    if source == "-":
+        return _unhex(sys.stdin.buffer.read())
+    path = Path(source)
+    try:
+        if path.is_file():
+            return _unhex(path.read_bytes())
+    except OSError as error:  # also a name too long for a file, as a long hex string is
+        if not _spells_bytes(source):
+            raise ConfigError(f"cannot be read: {error.strerror}", field="source", value=source) from error
+    if not _spells_bytes(source):
+        raise ConfigError("is neither a file, nor -, nor an even number of hex digits", field="source", value=source)
+    return bytes.fromhex(source.translate(_SEPARATORS).removeprefix("0x"))
+
+
+def _unhex(data: bytes) -> bytes:
+    text = data.decode("ascii", "replace")
+    return bytes.fromhex(text.translate(_SEPARATORS).removeprefix("0x")) if _spells_bytes(text) else data
+
+
+def _spells_bytes(text: str) -> bool:
+    digits = text.translate(_SEPARATORS).removeprefix("0x")
+    return bool(digits) and len(digits) % 2 == 0 and _HEX.issuperset(digits)
+
+
+def _table(annotation: Annotation) -> Table:
+    table = Table(title=f"{annotation.name} at byte {annotation.offset}", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("offset", justify="right", no_wrap=True)
+    table.add_column("bytes", style="cyan", no_wrap=True)
+    table.add_column("field", no_wrap=True)
+    table.add_column("meaning", overflow="fold")
+    table.add_column("verdict", overflow="fold")
+    for each in annotation.fields:
+        raw = each.raw[:_SHOWN_NBYTES].hex() + (".." if len(each.raw) > _SHOWN_NBYTES else "")
+        verdict = Text("ok", style="green") if each.problem is None else Text(each.problem, style="bold red")
+        # Text, not str: bytes of a capture must not be taken for markup.
+        table.add_row(str(each.offset), raw, Text(each.field), Text(_printable(each.meaning)), verdict)
+    return table
+
+
+def _verdict(annotation: Annotation) -> Text:
+    if annotation.problem is None:
+        return Text("accept\n", style="bold green")
+    return Text(f"reject: {_printable(annotation.problem)}\n", style="bold red")
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def _write(path: Path, annotations: list[Annotation]) -> None:
+    told: list[dict[str, Any]] = [
+        {
+            "kind": each.kind,
+            "name": each.name,
+            "offset": each.offset,
+            "nbytes": sum(len(row.raw) for row in each.fields),
+            "verdict": each.verdict,
+            "rule": each.problem,
+            "fields": [
+                {
+                    "offset": row.offset,
+                    "bytes": row.raw.hex(),
+                    "field": row.field,
+                    "meaning": row.meaning,
+                    "rule": row.problem,
+                }
+                for row in each.fields
+            ],
+        }
+        for each in annotations
+    ]
+    try:
+        path.write_text(jsonlib.dumps(told, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", field="json", value=str(path)) from error
