@@ -15,7 +15,7 @@ from hurray_rdma.demo.config import BatchConfig
 
 __all__ = ["Batch", "draw_batch"]
 
-_SPARE_PAGES = 4
+_SPARE_PAGES = 2
 """The source pool has one page more for each so many used ones, so that used pages lie among unused ones."""
 
 

@@ -51,7 +51,7 @@ class BatchConfig(_Table, frozen=True):
     """Sequences that begin with the same prefix."""
     shared_prefix_tokens: Annotated[int, msgspec.Meta(ge=0)]
     """Length of that prefix; the whole pages of it are shared."""
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class RunConfig(_Table, frozen=True):

@@ -63,8 +63,9 @@ def run_llm(config: DemoConfig, *, model: Path | None, on_step: Step) -> LlmRepo
         on_step("generating the same in one process")
         sender.send(continued)
         verdict = supervisor.receive(sender, Verdict)
+        supervisor.finish(sender)
         receiver.send(Command.FINISH)
-        supervisor.finish()
+        supervisor.finish(receiver)
     check_tokens(continued.tokens, verdict.tokens)
     stats, spec = prefilled.stats, prefilled.spec
     return LlmReport(

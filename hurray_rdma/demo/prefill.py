@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 
 import numpy as np
@@ -81,7 +82,11 @@ class _Memcpy:
         self._src_offsets = page_ids.astype(np.uint64) * np.uint64(self._sources[0].strides[0])
         self._dst_offsets = np.arange(len(page_ids), dtype=np.uint64) * np.uint64(page_nbytes)
         self._lengths = np.full(len(page_ids), page_nbytes, np.uint64)
-        self._destinations = np.ones((len(self._sources), len(page_ids) * page_nbytes), np.uint8)
+        # Of its own mapping, so that it begins at a memory page as pools do: memcpy runs at a quarter of its speed
+        # between addresses of different alignment.
+        memory = mmap.mmap(-1, len(self._sources) * len(page_ids) * page_nbytes)
+        self._destinations = np.frombuffer(memory, np.uint8).reshape(len(self._sources), -1)
+        self._destinations.fill(1)
 
     def run(self) -> float:
         """Seconds of one copy of everything."""

@@ -80,6 +80,8 @@ class DemoReport:
     """Facts of one run of the demo; all counts are of one round, except ``compared_nbytes``."""
 
     num_layers: int
+    num_tensors: int
+    """Layers times roles: key and value of each layer."""
     num_heads: int
     head_dim: int
     page_size: int
@@ -169,7 +171,11 @@ def _print_pages(report: DemoReport, console: Console) -> None:
     facts.add_row("lane", _lane_text(report.lane, report.path))
     facts.add_row("logical bytes", f"{_mib(report.logical_nbytes)}, were each sequence sent by itself")
     facts.add_row("bytes sent", f"{_mib(report.sent_nbytes)}: each shared page once, {_mib(spared)} spared")
-    facts.add_row("operations", f"{report.num_operations:,}, straight from page to page: no staging buffer")
+    facts.add_row(
+        "operations",
+        f"{report.num_operations:,} for {report.num_pages * report.num_tensors:,} pages, straight from page to page: "
+        "neighbours travel together, nothing is staged",
+    )
     facts.add_row(
         "speed",
         f"[bold]{timing.transfer_gib_per_s:.2f} GiB/s[/bold] from offer to acknowledgement "

@@ -62,12 +62,13 @@ def run_demo(config: DemoConfig, *, on_step: Step) -> DemoReport:
             on_step(f"{where} comparing every token")
             receiver.send(Command.COMPARE)
             compared_nbytes += supervisor.receive(receiver, Compared).nbytes
-        sender.send(Command.FINISH)
-        receiver.send(Command.FINISH)
-        supervisor.finish()
+        for process in (sender, receiver):
+            process.send(Command.FINISH)
+            supervisor.finish(process)
     stats = sent[-1].stats
     return DemoReport(
         num_layers=spec.num_layers,
+        num_tensors=len(spec.tensors),
         num_heads=spec.num_heads,
         head_dim=spec.head_dim,
         page_size=spec.page_size,

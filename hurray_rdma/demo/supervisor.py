@@ -117,21 +117,21 @@ class Supervisor:
             )
         return message
 
-    def finish(self) -> None:
-        """Waits until all processes have ended by themselves.
+    def finish(self, process: Process) -> None:
+        """Waits until ``process`` has ended by itself.
 
         Raises:
-            PeerLostError: one ended with another exit code than 0.
+            PeerLostError: it ended with another exit code than 0.
+            HurrayError: it raised.
             DeadlineExceededError: the time budget is spent.
         """
-        for process in self._processes:
-            process.process.join(max(0.0, self._deadline - time.monotonic()))
-            if process.process.exitcode is None:
-                raise self._too_late(process)
-            if process.process.exitcode != 0:
-                while process.connection.poll():
-                    self._read(process)
-                raise _lost(process)
+        while not process.connection.closed:
+            self._pump(process)
+        process.process.join(max(0.0, self._deadline - time.monotonic()))
+        if process.process.exitcode is None:
+            raise self._too_late(process)
+        if process.process.exitcode != 0:
+            raise _lost(process)
 
     def _pump(self, process: Process) -> None:
         open_ones = {p.connection: p for p in self._processes if not p.connection.closed}

@@ -1,0 +1,129 @@
+"""Whatever happens to one process of the demo, the supervisor says what it was and ends the others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from hurray_rdma.demo.child import Link
+from hurray_rdma.demo.supervisor import Process, ProcessFailedError, Supervisor
+from hurray_rdma.errors import DeadlineExceededError, GeometryError, PeerLostError, ProtocolError
+
+FOREVER_S = 3600
+
+
+async def echo(link: Link, word: str) -> None:
+    link.send(word)
+    link.send(await link.receive(int))
+
+
+async def hang(link: Link) -> None:
+    link.send("up")
+    await asyncio.sleep(FOREVER_S)
+
+
+async def fail_typed(link: Link) -> None:
+    raise GeometryError("is not below num_pages 5", field="block_table[4]", value=9)
+
+
+async def fail_untyped(link: Link) -> None:
+    raise ZeroDivisionError("by hand")
+
+
+async def lose_peer_when_told(link: Link) -> None:
+    link.send("up")
+    await link.receive(str)
+    raise PeerLostError("the other end hung up")
+
+
+async def ignore_everything(link: Link) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    link.send("up")
+    time.sleep(FOREVER_S)  # noqa: ASYNC251 - a process that is stuck for good
+
+
+def gone(process: Process) -> bool:
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_messages_go_both_ways_and_processes_end() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        child = supervisor.start("echo", echo, "hello")
+        assert supervisor.receive(child, str) == "hello"
+        child.send(17)
+        assert supervisor.receive(child, int) == 17
+        supervisor.finish(child)
+    assert gone(child)
+
+
+def test_a_typed_failure_arrives_whole_and_the_other_process_is_ended() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        other = supervisor.start("other", ignore_everything)
+        supervisor.receive(other, str)
+        failing = supervisor.start("failing", fail_typed)
+        with pytest.raises(GeometryError, match=r"block_table\[4\] = 9: is not below num_pages 5") as caught:
+            supervisor.receive(other, str)  # it is the failure of another process that is waited for
+    assert caught.value.__notes__ == [f"in the failing process (pid {failing.pid})"]
+    assert "fail_typed" in str(getattr(caught.value.__cause__, "text", ""))
+    assert gone(failing)
+    assert gone(other)
+
+
+def test_any_other_failure_keeps_its_traceback() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        failing = supervisor.start("failing", fail_untyped)
+        with pytest.raises(ProcessFailedError, match="failing process failed: ZeroDivisionError: by hand") as caught:
+            supervisor.receive(failing, str)
+    assert "fail_untyped" in caught.value.text
+
+
+def test_a_killed_process_is_named_even_if_another_complains_first() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        victim = supervisor.start("victim", hang)
+        witness = supervisor.start("witness", lose_peer_when_told)
+        supervisor.receive(victim, str)
+        supervisor.receive(witness, str)
+        os.kill(victim.pid, signal.SIGKILL)
+        witness.send("now")
+        with pytest.raises(PeerLostError, match=r"the victim process \(pid \d+\) was killed by SIGKILL"):
+            supervisor.receive(witness, str)
+    assert gone(victim)
+    assert gone(witness)
+
+
+def test_a_process_that_is_stuck_or_stopped_costs_the_deadline_and_no_more() -> None:
+    started = time.monotonic()
+    with Supervisor(deadline_s=4) as supervisor:
+        child = supervisor.start("stuck", ignore_everything)
+        supervisor.receive(child, str)
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceededError, match="waiting for the stuck process"):
+            supervisor.receive(child, str)
+    assert time.monotonic() - started < 8
+    assert gone(child)
+
+
+def test_the_wrong_message_is_an_error() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        child = supervisor.start("echo", echo, "hello")
+        with pytest.raises(ProtocolError, match="echo process must send int"):
+            supervisor.receive(child, int)
+
+
+def test_ctrl_c_is_the_supervisors_business() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        child = supervisor.start("echo", echo, "hello")
+        assert supervisor.receive(child, str) == "hello"
+        os.kill(child.pid, signal.SIGINT)
+        child.send(1)
+        assert supervisor.receive(child, int) == 1
+        supervisor.finish(child)
