@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hurray_rdma.cli.demo import demo
+from hurray_rdma.cli.inspect import inspect
 from hurray_rdma.errors import ConfigError, GeometryError, HurrayError
 
 __all__ = ["app", "main"]
@@ -32,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(demo)
+app.command()(inspect)
 
 
 @app.callback()
