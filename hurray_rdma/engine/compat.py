@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hurray_rdma.cache import CacheSpec, PagePool
 from hurray_rdma.control import Offer, Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import Descriptor, iter_descriptors
+from hurray_rdma.format import Descriptor, Dialect, KvRole, decode, encode_many, iter_descriptors
 
 __all__ = ["announcement", "check_offer", "check_pool"]
 
@@ -45,43 +45,55 @@ def check_pool(spec: CacheSpec, pool: Pool) -> None:
     )
 
 
-def check_offer(offer: Offer, pool: PagePool) -> list[Descriptor]:
-    """Decodes the offered descriptors strictly and checks them against each other, the tables and the pool.
+def check_offer(offer: Offer, pool: PagePool) -> Descriptor:
+    """Checks the offered descriptors against the rules of the format, each other, the tables and the pool.
+
+    Returns:
+        The first of them; the others differ only in role and layer.
 
     Raises:
         DescriptorError: a descriptor breaks a rule of the format.
         GeometryError: it is valid, but this pool cannot take it, or the tables say otherwise than the descriptors.
     """
     spec = pool.spec
-    descriptors = list(iter_descriptors(offer.descriptors))
-    expected = pool.spec.tensors
-    if len(descriptors) != len(expected):
-        raise GeometryError(
-            f"must be the {len(expected)} of {spec.num_layers} layers of {spec.roles}",
-            field="len(descriptors)",
-            value=len(descriptors),
-        )
+    tensors = spec.tensors
     _check_fields([("order", offer.order, spec.order)])
-    table_nbytes = 4 * len(offer.block_table)
-    total_tokens = int(offer.seq_lens.sum(dtype="uint64"))
-    for index, (descriptor, (role, layer)) in enumerate(zip(descriptors, expected, strict=True)):
-        _check_fields(
-            (f"descriptors[{index}].{name}", theirs, ours)
-            for name, theirs, ours in (
-                ("kv_role", descriptor.kv_role.name.lower(), role),
-                ("layer_index", descriptor.layer_index, layer),
-                ("element_type", descriptor.element_type.wire_name, spec.dtype),
-                ("page_size", descriptor.page_size, spec.page_size),
-                ("num_heads", descriptor.num_heads, spec.num_heads),
-                ("head_dim", descriptor.head_dim, spec.head_dim),
-                ("quantization", descriptor.quantization, None),
-                ("num_pages", descriptor.num_pages, descriptors[0].num_pages),
-                ("num_seqs", descriptor.num_seqs, len(offer.seq_lens)),
-                ("total_tokens", descriptor.total_tokens, total_tokens),
-                ("buffers[1].byte_size", descriptor.buffers[1].byte_size, table_nbytes),
-            )
+    if offer.num_descriptors != len(tensors):
+        raise GeometryError(
+            f"must be the {len(tensors)} of {spec.num_layers} layers of {spec.roles}",
+            field="len(descriptors)",
+            value=offer.num_descriptors,
         )
-    return descriptors
+    first = decode(offer.descriptors)
+    expected = first.for_tensors((KvRole[role.upper()], layer) for role, layer in tensors)
+    if encode_many(expected, dialect=first.dialect or Dialect.ADR_024) == offer.descriptors:
+        # What a sender writes, to the byte: what holds for one of them holds for all.
+        _check_descriptor(first, *tensors[0], index=0, first=first, offer=offer, spec=spec)
+    else:
+        for index, descriptor in enumerate(iter_descriptors(offer.descriptors)):
+            _check_descriptor(descriptor, *tensors[index], index=index, first=first, offer=offer, spec=spec)
+    return first
+
+
+def _check_descriptor(
+    descriptor: Descriptor, role: str, layer: int, *, index: int, first: Descriptor, offer: Offer, spec: CacheSpec
+) -> None:
+    _check_fields(
+        (f"descriptors[{index}].{name}", theirs, ours)
+        for name, theirs, ours in (
+            ("kv_role", descriptor.kv_role.name.lower(), role),
+            ("layer_index", descriptor.layer_index, layer),
+            ("element_type", descriptor.element_type, spec.element_type),
+            ("page_size", descriptor.page_size, spec.page_size),
+            ("num_heads", descriptor.num_heads, spec.num_heads),
+            ("head_dim", descriptor.head_dim, spec.head_dim),
+            ("quantization", descriptor.quantization, None),
+            ("num_pages", descriptor.num_pages, first.num_pages),
+            ("num_seqs", descriptor.num_seqs, len(offer.seq_lens)),
+            ("total_tokens", descriptor.total_tokens, int(offer.seq_lens.sum(dtype="uint64"))),
+            ("block_table_length", descriptor.block_table_length, len(offer.block_table)),
+        )
+    )
 
 
 def _check_fields(fields: Iterable[tuple[str, object, object]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -65,7 +65,8 @@ class _Waiting:
 @dataclass(slots=True, eq=False)
 class _Transfer:
     arrival: Arrival
-    lease_timer: asyncio.TimerHandle | None = field(default=None)
+    heard: float
+    lease_timer: asyncio.TimerHandle
 
 
 class Receiver:
@@ -96,7 +97,7 @@ class Receiver:
         return arrival
 
     def handle(self, link: Link, event: Event) -> None:
-        """Takes one event of a connection's session."""
+        """Takes one event of a connection's session; the channel that delivers it sends what this session answers."""
         match event:
             case SessionOpened():
                 pool = announcement(self._pool, pool_id=_POOL_ID, generation=self._generation)
@@ -117,15 +118,13 @@ class Receiver:
                 self._lost(link, error)
             case _:
                 pass
-        link.notify()
 
     def close(self) -> None:
         """Ends the arrivals: those under way fail, those waiting for pages are refused by the end of their session."""
         while self._waiting:
             self._waiting.popleft().timer.cancel()
         for transfer in self._transfers.values():
-            if transfer.lease_timer is not None:
-                transfer.lease_timer.cancel()
+            transfer.lease_timer.cancel()
         self._arrivals.put_nowait(None)
 
     def _offered(self, link: Link, transfer_id: int, offer: Offer) -> None:
@@ -136,13 +135,13 @@ class Receiver:
                     field="(pool_id, generation)",
                     value=(offer.pool_id, offer.generation),
                 )
-            descriptors = check_offer(offer, self._pool)
+            first = check_offer(offer, self._pool)
             batch = Batch.of(
                 offer.block_table,
                 offer.seq_ptr,
                 offer.seq_lens,
                 page_size=self._pool.spec.page_size,
-                num_pages=descriptors[0].num_pages,
+                num_pages=first.num_pages,
             )
             if self._pool.allocator.never_fits(batch.num_pages):
                 raise PoolExhaustedError(
@@ -184,27 +183,21 @@ class Receiver:
             on_abort=partial(self._abort, link, transfer_id),
             on_freed=self._grant_in_order,
         )
-        transfer = _Transfer(arrival)
-        self._transfers[link, transfer_id] = transfer
+        timer = self._lease_timer(link, transfer_id, self._lease_s)
+        self._transfers[link, transfer_id] = _Transfer(arrival, self._clock(), timer)
         grant = Grant(generation=self._generation, page_ids=lease.page_ids, lease_s=self._lease_s)
         link.session.grant(transfer_id, grant, now=self._clock())
-        self._renew(link, transfer_id, transfer)
         link.notify()
         self._arrivals.put_nowait(arrival)
 
-    def _renew(self, link: Link, transfer_id: int, transfer: _Transfer) -> None:
-        if transfer.lease_timer is not None:
-            transfer.lease_timer.cancel()
-        transfer.lease_timer = asyncio.get_running_loop().call_later(
-            self._lease_s, partial(self._lease_ended, link, transfer_id)
-        )
+    def _lease_timer(self, link: Link, transfer_id: int, after_s: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(after_s, partial(self._lease_due, link, transfer_id))
 
     def _descriptor_ended(self, link: Link, transfer_id: int, index: int) -> None:
         transfer = self._transfers.get((link, transfer_id))
         if transfer is not None:
-            _, layer = self._pool.spec.tensors[index]
-            transfer.arrival.layer_ended(layer)
-            self._renew(link, transfer_id, transfer)
+            transfer.heard = self._clock()
+            transfer.arrival.layer_ended(index // len(self._pool.spec.roles))
 
     def _all_ended(self, link: Link, transfer_id: int) -> None:
         transfer = self._forget(link, transfer_id)
@@ -228,14 +221,18 @@ class Receiver:
         if transfer is not None:
             transfer.arrival.ended(quiet=True)
 
-    def _lease_ended(self, link: Link, transfer_id: int) -> None:
-        """Nothing was heard for too long: once to ask for the end, once more to stop waiting for it."""
+    def _lease_due(self, link: Link, transfer_id: int) -> None:
+        """Nothing heard for too long: once to ask for the end, once more to stop waiting for it."""
         transfer = self._transfers[link, transfer_id]
+        left_s = transfer.heard + self._lease_s - self._clock()
+        if left_s > 0:
+            transfer.lease_timer = self._lease_timer(link, transfer_id, left_s)
+            return
         error = DeadlineExceededError("the sender let the lease run out", field="lease_s", value=self._lease_s)
         if transfer.arrival.stopping(error):
             link.session.abort(transfer_id, ErrorCode.DEADLINE, str(error), now=self._clock())
             link.notify()
-            self._renew(link, transfer_id, transfer)
+            transfer.lease_timer = self._lease_timer(link, transfer_id, self._lease_s)
         else:
             self._forget(link, transfer_id)
             transfer.arrival.ended(quiet=False)
@@ -271,6 +268,6 @@ class Receiver:
 
     def _forget(self, link: Link, transfer_id: int) -> _Transfer | None:
         transfer = self._transfers.pop((link, transfer_id), None)
-        if transfer is not None and transfer.lease_timer is not None:
+        if transfer is not None:
             transfer.lease_timer.cancel()
         return transfer

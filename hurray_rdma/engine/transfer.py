@@ -13,6 +13,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import ClientSession, ErrorCode, Grant, Offer, Pool
 from hurray_rdma.engine.batch import Batch
@@ -25,7 +28,11 @@ from hurray_rdma.transport import RemoteMemory, StopFlag
 
 __all__ = ["Transfer", "TransferRoute"]
 
+Offsets = NDArray[np.uint64]
 _T = TypeVar("_T")
+
+_MIN_WRITE_NBYTES = 4 << 20
+"""Bytes per native call below which layers are put together."""
 
 
 class TransferRoute(Protocol):
@@ -211,8 +218,9 @@ class Transfer:
                 value=int(grant.page_ids.max()),
             )
         src_pool = self._snapshot.pool
-        for index, (role, layer) in enumerate(src_pool.spec.tensors):
-            strides = (src_pool.segment(role, layer).page_stride_nbytes, pool.segments[index].page_stride_nbytes)
+        self._segments = [src_pool.segment(role, layer) for role, layer in src_pool.spec.tensors]
+        for src, dst in zip(self._segments, pool.segments, strict=True):
+            strides = (src.page_stride_nbytes, dst.page_stride_nbytes)
             if strides not in self._plans:
                 self._plans[strides] = build_plan(
                     batch.page_ids,
@@ -239,33 +247,49 @@ class Transfer:
                 self._moving.discard(moving)
 
     def _move(self, layers: list[int]) -> None:
-        """In a mover thread: writes the layers one after the other, and has the loop tell the peer of each."""
+        """In a mover thread: writes layer by layer, and has the loop tell the peer of each.
+
+        Small layers go several at a time: a call costs as much as copying a few pages.
+        """
+        spec = self._snapshot.pool.spec
+        layer_nbytes = max(1, self._batch.num_pages * spec.page_nbytes * len(spec.roles))
+        step = max(1, _MIN_WRITE_NBYTES // layer_nbytes)
+        for start in range(0, len(layers), step):
+            indices = [
+                layer * len(spec.roles) + role
+                for layer in layers[start : start + step]
+                for role in range(len(spec.roles))
+            ]
+            self._write(indices)
+            self._loop.call_soon_threadsafe(self._ended, indices)
+
+    def _write(self, indices: list[int]) -> None:
+        """Writes the pages of some tensors: one call for all that lie in the same two regions with the same plan."""
         src_pool, pool = self._snapshot.pool, self._route.pool()
         memories = self._route.remote_memories()
-        roles = src_pool.spec.roles
-        for layer in layers:
-            for index in range(layer * len(roles), (layer + 1) * len(roles)):
-                role = roles[index % len(roles)]
-                src, dst = src_pool.segment(role, layer), pool.segments[index]
-                plan = self._plans[src.page_stride_nbytes, dst.page_stride_nbytes]
-                moved = memories[dst.region_index].write(
-                    src_pool.regions[src.region_index],
-                    src_base=src.offset_nbytes,
-                    dst_base=dst.offset_nbytes,
-                    src_offsets=plan.src_offsets,
-                    dst_offsets=plan.dst_offsets,
-                    lengths=plan.lengths,
-                    stop=self._stop,
-                    timeout_s=self._deadline - time.monotonic(),
-                )
-                self._num_operations += moved.num_operations
-                self._nbytes += moved.nbytes
-                self._write_seconds += moved.seconds
-                self._loop.call_soon_threadsafe(self._ended, index)
+        together: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+        for index in indices:
+            src, dst = self._segments[index], pool.segments[index]
+            place = (src.region_index, dst.region_index, src.page_stride_nbytes, dst.page_stride_nbytes)
+            together.setdefault(place, []).append((src.offset_nbytes, dst.offset_nbytes))
+        for (src_region, dst_region, *strides), bases in together.items():
+            src_offsets, dst_offsets, lengths = _placed(self._plans[strides[0], strides[1]], bases)
+            moved = memories[dst_region].write(
+                src_pool.regions[src_region],
+                src_offsets=src_offsets,
+                dst_offsets=dst_offsets,
+                lengths=lengths,
+                stop=self._stop,
+                timeout_s=self._deadline - time.monotonic(),
+            )
+            self._num_operations += moved.num_operations
+            self._nbytes += moved.nbytes
+            self._write_seconds += moved.seconds
 
-    def _ended(self, index: int) -> None:
+    def _ended(self, indices: list[int]) -> None:
         if self._error is None and self._transfer_id is not None:
-            self._route.session.data_end(self._transfer_id, index, now=self._loop.time())
+            for index in indices:
+                self._route.session.data_end(self._transfer_id, index, now=self._loop.time())
             self._route.notify()
 
     async def _finish(self) -> None:
@@ -334,3 +358,13 @@ class Transfer:
     def _forget(self) -> None:
         if self._transfer_id is not None:
             self._route.forget(self._transfer_id)
+
+
+def _placed(plan: Plan, bases: list[tuple[int, int]]) -> tuple[Offsets, Offsets, Offsets]:
+    """One plan at each (source, destination) base: offsets in the two regions, uint64 ``[len(bases) * operations]``."""
+    places = np.array(bases, np.uint64)
+    return (
+        (places[:, :1] + plan.src_offsets).ravel(),
+        (places[:, 1:] + plan.dst_offsets).ravel(),
+        np.tile(plan.lengths, len(bases)),
+    )

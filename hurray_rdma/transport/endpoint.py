@@ -290,8 +290,6 @@ class RemoteMemory:
         self,
         src: Region,
         *,
-        src_base: int,
-        dst_base: int,
         src_offsets: Offsets,
         dst_offsets: Offsets,
         lengths: Offsets,
@@ -302,9 +300,9 @@ class RemoteMemory:
 
         Args:
             src: this process's region; must stay registered, its bytes unchanged, until the call returns.
-            src_base: byte offset in ``src`` that ``src_offsets`` count from.
-            dst_base: byte offset in the remote region that ``dst_offsets`` count from.
-            src_offsets, dst_offsets, lengths: uint64 ``[num_operations]``, bytes.
+            src_offsets: uint64 ``[num_operations]``, bytes from the start of ``src``.
+            dst_offsets: uint64 ``[num_operations]``, bytes from the start of the remote region.
+            lengths: uint64 ``[num_operations]``, bytes, each > 0.
             stop: set it from another thread to end the plan early.
             timeout_s: budget for the whole plan.
 
@@ -316,8 +314,8 @@ class RemoteMemory:
 
         After a failure nothing is in flight any more, unless `Endpoint.quiet` is False.
         """
-        _check_inside("src", src_base, src_offsets, lengths, src.nbytes)
-        _check_inside("dst", dst_base, dst_offsets, lengths, self.remote.nbytes)
+        _check_inside("src", src_offsets, lengths, src.nbytes)
+        _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
         self._enter()
         started = time.monotonic()
         memory = src.memory
@@ -325,8 +323,8 @@ class RemoteMemory:
         try:
             if self._pointer:
                 posted, _, nbytes, status = native.copy(
-                    src.address + src_base,
-                    self._pointer + dst_base,
+                    src.address,
+                    self._pointer,
                     src_offsets,
                     dst_offsets,
                     lengths,
@@ -336,8 +334,8 @@ class RemoteMemory:
             else:
                 posted, nbytes, status = self._endpoint.put(
                     memory,
-                    src_address=src.address + src_base,
-                    dst_address=self.remote.remote_addr + dst_base,
+                    src_address=src.address,
+                    dst_address=self.remote.remote_addr,
                     rkey=self._rkey,
                     src_offsets=src_offsets,
                     dst_offsets=dst_offsets,
@@ -385,15 +383,15 @@ def _deadline_ns(timeout_s: float) -> int:
     return time.monotonic_ns() + max(0, round(timeout_s * 1e9))
 
 
-def _check_inside(side: str, base: int, offsets: Offsets, lengths: Offsets, nbytes: int) -> None:
+def _check_inside(side: str, offsets: Offsets, lengths: Offsets, nbytes: int) -> None:
     if len(lengths) == 0:
         return
     ends = offsets + lengths
-    wrong = (ends < offsets) | (ends > np.uint64(max(0, nbytes - base)))
-    if base < 0 or wrong.any():
+    wrong = (ends < offsets) | (ends > np.uint64(nbytes))
+    if wrong.any():
         at = int(wrong.argmax())
         raise GeometryError(
-            f"piece {at} ends at byte {base + int(offsets[at]) + int(lengths[at])} of a region of {nbytes}",
+            f"piece {at} ends at byte {int(offsets[at]) + int(lengths[at])} of a region of {nbytes}",
             field=f"{side}_offsets[{at}]",
             value=int(offsets[at]),
         )

@@ -81,8 +81,6 @@ def test_scattered_pages_arrive_over_the_lane_that_is_named(
         src_pages, dst_pages = scattered(2)
         moved = memory.write(
             src,
-            src_base=0,
-            dst_base=0,
             src_offsets=offsets(src_pages),
             dst_offsets=offsets(dst_pages),
             lengths=np.full(len(src_pages), PAGE, np.uint64),
@@ -115,8 +113,6 @@ def test_killed_target_is_an_error_and_not_the_end_of_this_process(options: dict
         with pytest.raises((PeerLostError, TransportError)) as caught:
             memory.write(
                 src,
-                src_base=0,
-                dst_base=0,
                 src_offsets=everything,
                 dst_offsets=everything,
                 lengths=np.full(NUM_PAGES, PAGE, np.uint64),
@@ -142,8 +138,6 @@ def test_stopped_target_over_tcp_ends_at_the_deadline() -> None:
         with pytest.raises(DeadlineExceededError):
             memory.write(
                 src,
-                src_base=0,
-                dst_base=0,
                 src_offsets=everything,
                 dst_offsets=everything,
                 lengths=np.full(len(everything), PAGE, np.uint64),
@@ -180,8 +174,6 @@ def test_pieces_outside_either_region_are_refused_before_anything_moves() -> Non
                 with pytest.raises(GeometryError) as caught:
                     memory.write(
                         src,
-                        src_base=0,
-                        dst_base=0,
                         src_offsets=src_at,
                         dst_offsets=dst_at,
                         lengths=length,
@@ -195,8 +187,6 @@ def test_pieces_outside_either_region_are_refused_before_anything_moves() -> Non
         with pytest.raises(TransferAbortedError):
             memory.write(
                 src,
-                src_base=0,
-                dst_base=0,
                 src_offsets=good,
                 dst_offsets=good,
                 lengths=length,
