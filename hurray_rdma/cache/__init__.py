@@ -4,7 +4,8 @@ Knows spans of memory from the room below (`hurray_rdma.transport`) and the form
 """
 
 from hurray_rdma.cache.allocator import Lease, LeaseState, PageAccounts, PageAllocator
-from hurray_rdma.cache.pool import PagePool, Segment
+from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
+from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.snapshot import Snapshot
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 
@@ -16,6 +17,9 @@ __all__ = [
     "PageAllocator",
     "PageOrder",
     "PagePool",
+    "Part",
+    "PoolLayout",
     "Segment",
     "Snapshot",
+    "parts_of",
 ]

@@ -6,38 +6,23 @@ each page is and, through its allocator, who holds it; it knows nothing of seque
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hurray_rdma.cache.allocator import PageAllocator
+from hurray_rdma.cache.arrays import Arrays, checked_views, part_dtype, part_shape, register_views, segment_of
+from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
-from hurray_rdma.cache.views import StridedView, strided_view
 from hurray_rdma.errors import GeometryError, RegistrationError
 
 if TYPE_CHECKING:
     from hurray_rdma.transport import Context, Region
 
-__all__ = ["PagePool", "Segment"]
+__all__ = ["PagePool"]
 
 _ALIGNMENT_NBYTES = 4096
-"""Of each role of each layer in memory that the pool allocates: what ADR-024 asks of RDMA buffers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Where the pages of one role of one layer are. Token t, head h of page p starts at ``region.address +
-    offset_nbytes + p * page_stride_nbytes + t * token_stride_nbytes + h * head_stride_nbytes``."""
-
-    region_index: int
-    """Into `PagePool.regions`."""
-    offset_nbytes: int
-    """Of page 0, from the first byte of the region."""
-    page_stride_nbytes: int
-    """From one page to the next; `CacheSpec.page_nbytes` when nothing lies between them."""
-    token_stride_nbytes: int
-    head_stride_nbytes: int
+"""Of each part of each role of each layer in memory that a pool allocates: what ADR-024 asks of RDMA buffers."""
 
 
 class PagePool:
@@ -46,21 +31,11 @@ class PagePool:
     Views from `pages` stay valid memory after `close`; every other call raises then.
     """
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        num_pages: int,
-        *,
-        regions: tuple[Region, ...],
-        segments: tuple[Segment, ...],
-        views: tuple[Any, ...],
-    ) -> None:
-        self._spec = spec
-        self._num_pages = num_pages
+    def __init__(self, layout: PoolLayout, *, regions: tuple[Region, ...], views: tuple[Any, ...]) -> None:
+        self._layout = layout
         self._regions = regions
-        self._segments = segments
         self._views = views
-        self._allocator = PageAllocator(num_pages)
+        self._allocator = PageAllocator(layout.num_pages)
         self._closed = False
 
     @classmethod
@@ -77,9 +52,10 @@ class PagePool:
 
         Raises:
             GeometryError: ``num_pages`` is out of range.
-            RegistrationError: no memory.
+            RegistrationError: no memory, or a device on which this method cannot allocate.
         """
-        _check_num_pages(num_pages)
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or not 1 <= num_pages < 2**32:
+            raise GeometryError("must be an integer from 1 to 2**32 - 1", field="num_pages", value=num_pages)
         if device != "cpu":
             raise RegistrationError(
                 "a pool can allocate memory on the host only",
@@ -87,25 +63,33 @@ class PagePool:
                 value=device,
                 fix="Allocate with your GPU library and use PagePool.from_arrays",
             )
-        tensor_nbytes = num_pages * spec.page_nbytes
-        pitch = -(-tensor_nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        region = _context(context).allocate(pitch * len(spec.tensors), device=device)
+        parts = [part for _ in spec.tensors for part in parts_of(spec)]
+        dtypes = [part_dtype(spec, part) for part in parts]
+        shapes = [(num_pages, *part_shape(spec, part)) for part in parts]
+        lengths = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + -(-length // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES)
+        region = _context(context).allocate(starts[-1], device=device)
         memory = region.array()
-        segments = []
-        views = []
-        for index in range(len(spec.tensors)):
-            span = memory[index * pitch : index * pitch + tensor_nbytes]
-            view = span.view(spec.storage_dtype).reshape(num_pages, *spec.page_shape)
-            views.append(view)
-            segments.append(_segment(spec, view.strides, region_index=0, offset_nbytes=index * pitch))
-        return cls(spec, num_pages, regions=(region,), segments=tuple(segments), views=tuple(views))
+        views = tuple(
+            memory[start : start + length].view(dtype).reshape(shape)
+            for start, length, dtype, shape in zip(starts, lengths, dtypes, shapes, strict=False)
+        )
+        segments = tuple(
+            segment_of(spec, part, view.strides, region_index=0, offset_nbytes=start)
+            for part, view, start in zip(parts, views, starts, strict=False)
+        )
+        return cls(PoolLayout(spec=spec, num_pages=num_pages, segments=segments), regions=(region,), views=views)
 
     @classmethod
     def from_arrays(
         cls,
         spec: CacheSpec,
-        arrays: Mapping[str, Sequence[Any]],
+        arrays: Arrays,
         *,
+        scales: Arrays | None = None,
+        zero_points: Arrays | None = None,
         order: PageOrder | str | None = None,
         context: Context | None = None,
     ) -> PagePool:
@@ -114,43 +98,49 @@ class PagePool:
         Args:
             spec: geometry of the pages.
             arrays: per role one array per layer, each ``[num_pages, page_size, num_heads, head_dim]``, or
-                ``[num_pages, num_heads, page_size, head_dim]`` with order HND. Strides may be any that keep a head's
-                content together; arrays may be interleaved views of one allocation.
+                ``[num_pages, num_heads, page_size, head_dim]`` with order HND: NumPy, torch, or anything that shows
+                its memory by DLPack or an array interface. Strides may be any that keep a head's content together;
+                arrays may be interleaved views of one allocation.
+            scales: the same of ``[num_pages, page_size]``, where ``spec.scale_dtype`` is set.
+            zero_points: int32 ``[num_pages, page_size]``, where ``spec.zero_points`` is set.
             order: replaces ``spec.order``.
             context: the UCX context; None is the process's own.
 
         Raises:
             GeometryError: roles, layers, shapes, dtypes or strides do not fit ``spec``; nothing is registered then.
-            RegistrationError: UCX refuses the memory.
+            RegistrationError: UCX refuses the memory; nothing stays registered.
         """
         if order is not None:
             spec = spec.with_order(order)
-        views = _checked_views(spec, arrays)
-        num_pages = views[0].shape[0]
-        places = _merge_spans(views)
-        regions = _register(places, _context(context))
-        starts = [place.start for place in places]
-        segments = []
-        for view in views:
-            region_index = bisect_right(starts, view.address) - 1
-            offset = view.address - places[region_index].start
-            segments.append(_segment(spec, view.strides_nbytes, region_index=region_index, offset_nbytes=offset))
-        return cls(
-            spec,
-            num_pages,
-            regions=regions,
-            segments=tuple(segments),
-            views=tuple(view.array for view in views),
+        given: Mapping[Part, Arrays | None] = {
+            Part.PAGES: arrays,
+            Part.SCALES: scales,
+            Part.ZERO_POINTS: zero_points,
+        }
+        views = checked_views(spec, {part: each for part, each in given.items() if each is not None})
+        regions, places = register_views(views, _context(context))
+        parts = [part for _ in spec.tensors for part in parts_of(spec)]
+        segments = tuple(
+            segment_of(spec, part, view.strides_nbytes, region_index=index, offset_nbytes=offset)
+            for part, view, (index, offset) in zip(parts, views, places, strict=True)
         )
+        layout = PoolLayout(spec=spec, num_pages=views[0].shape[0], segments=segments)
+        return cls(layout, regions=regions, views=tuple(view.array for view in views))
+
+    @property
+    def layout(self) -> PoolLayout:
+        """Where everything is, as numbers that can travel."""
+        self._check_open("layout")
+        return self._layout
 
     @property
     def spec(self) -> CacheSpec:
-        return self._spec
+        return self._layout.spec
 
     @property
     def num_pages(self) -> int:
         """Pages of each role of each layer."""
-        return self._num_pages
+        return self._layout.num_pages
 
     @property
     def allocator(self) -> PageAllocator:
@@ -179,16 +169,34 @@ class PagePool:
             GeometryError: there is no such role or layer.
         """
         self._check_open("pages")
-        return self._views[self._spec.index(role, layer)]
+        return self._view(role, layer, Part.PAGES)
 
-    def segment(self, role: str, layer: int) -> Segment:
-        """Where the pages of one role of one layer are.
+    def scales(self, role: str, layer: int) -> Any:
+        """The scale of every page slot, writable, in place: ``[num_pages, page_size]``.
 
         Raises:
-            GeometryError: there is no such role or layer.
+            GeometryError: there is no such role or layer, or the cache has no scales.
+        """
+        self._check_open("scales")
+        return self._view(role, layer, Part.SCALES)
+
+    def zero_points(self, role: str, layer: int) -> Any:
+        """The zero point of every page slot, int32, writable, in place: ``[num_pages, page_size]``.
+
+        Raises:
+            GeometryError: there is no such role or layer, or the cache has no zero points.
+        """
+        self._check_open("zero_points")
+        return self._view(role, layer, Part.ZERO_POINTS)
+
+    def segment(self, role: str, layer: int, *, part: Part = Part.PAGES) -> Segment:
+        """Where one part of one role of one layer is.
+
+        Raises:
+            GeometryError: there is no such role, layer or part.
         """
         self._check_open("segment")
-        return self._segments[self._spec.index(role, layer)]
+        return self._layout.segment(role, layer, part=part)
 
     def close(self) -> None:
         """Deregisters the memory; peers can reach none of it any more. Idempotent."""
@@ -205,22 +213,17 @@ class PagePool:
 
     def __repr__(self) -> str:
         state = " [closed]" if self._closed else ""
-        return f"<PagePool of {self._num_pages} pages x {len(self._segments)} tensors, {self._spec.dtype}{state}>"
+        return f"<PagePool of {self.num_pages} pages x {len(self._views)} arrays, {self.spec.dtype}{state}>"
+
+    def _view(self, role: str, layer: int, part: Part) -> Any:
+        parts = parts_of(self.spec)
+        if part not in parts:
+            raise GeometryError(f"the cache has {tuple(map(str, parts))}", field="part", value=str(part))
+        return self._views[self.spec.index(role, layer) * len(parts) + parts.index(part)]
 
     def _check_open(self, name: str) -> None:
         if self._closed:
             raise RegistrationError(f"PagePool.{name}: the pool is closed")
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """Bytes to register once."""
-
-    start: int
-    end: int
-    allocation: int
-    device: str
-    owners: list[object]
 
 
 def _context(context: Context | None) -> Context:
@@ -230,98 +233,3 @@ def _context(context: Context | None) -> Context:
     from hurray_rdma.transport import default_context  # noqa: PLC0415
 
     return default_context()
-
-
-def _segment(spec: CacheSpec, strides: Sequence[int], *, region_index: int, offset_nbytes: int) -> Segment:
-    token, head = (strides[2], strides[1]) if spec.order is PageOrder.HND else (strides[1], strides[2])
-    return Segment(region_index, offset_nbytes, strides[0], token, head)
-
-
-def _check_num_pages(num_pages: int) -> None:
-    if isinstance(num_pages, bool) or not isinstance(num_pages, int) or not 1 <= num_pages < 2**32:
-        raise GeometryError("must be an integer from 1 to 2**32 - 1", field="num_pages", value=num_pages)
-
-
-def _checked_views(spec: CacheSpec, arrays: Mapping[str, Sequence[Any]]) -> tuple[StridedView, ...]:
-    if set(arrays) != set(spec.roles):
-        raise GeometryError(f"must have the roles {spec.roles}", field="arrays", value=tuple(arrays))
-    for role in spec.roles:
-        if len(arrays[role]) != spec.num_layers:
-            raise GeometryError(
-                f"must have one array for each of the {spec.num_layers} layers",
-                field=f"len(arrays[{role!r}])",
-                value=len(arrays[role]),
-            )
-    views = tuple(strided_view(arrays[role][layer], name=f"arrays[{role!r}][{layer}]") for role, layer in spec.tensors)
-    first = views[0]
-    num_pages = first.shape[0] if first.shape else 0
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
-    for (role, layer), view in zip(spec.tensors, views, strict=True):
-        name = f"arrays[{role!r}][{layer}]"
-        if view.shape != (num_pages, *spec.page_shape):
-            raise GeometryError(
-                f"must be [num_pages, {', '.join(map(str, spec.page_shape))}] in order {spec.order}"
-                + (f" with num_pages {num_pages} as arrays[{spec.roles[0]!r}][0]" if view is not first else ""),
-                field=f"{name}.shape",
-                value=view.shape,
-            )
-        if view.dtype_name != str(spec.storage_dtype):
-            raise GeometryError(
-                f"must be {spec.storage_dtype} ({spec.dtype})", field=f"{name}.dtype", value=view.dtype_name
-            )
-        if view.device != first.device:
-            raise GeometryError(
-                f"must be on {first.device} as all arrays of the pool", field=f"{name}.device", value=view.device
-            )
-        _check_strides(name, view)
-        twin = seen.setdefault((view.address, view.strides_nbytes), name)
-        if twin != name:
-            raise GeometryError(f"is the same memory as {twin}", field=name, value=hex(view.address))
-    _check_num_pages(num_pages)
-    return views
-
-
-def _check_strides(name: str, view: StridedView) -> None:
-    """Content contiguous, and no two elements on one byte."""
-    if view.shape[-1] > 1 and view.strides_nbytes[-1] != view.itemsize:
-        raise GeometryError(
-            f"must be {view.itemsize} along the last axis: a head's content lies together",
-            field=f"{name}.strides",
-            value=view.strides_nbytes,
-        )
-    extent = view.itemsize
-    for stride, size in sorted(zip(view.strides_nbytes, view.shape, strict=True)):
-        if size > 1 and stride < extent:
-            raise GeometryError(
-                f"has a stride of {stride} over elements of {extent} bytes: they would overlap",
-                field=f"{name}.strides",
-                value=view.strides_nbytes,
-            )
-        extent += (size - 1) * stride
-
-
-def _merge_spans(views: Sequence[StridedView]) -> tuple[_Place, ...]:
-    places: list[_Place] = []
-    for view in sorted(views, key=lambda view: view.span):
-        start, end = view.span
-        last = places[-1] if places else None
-        if last is not None and (start < last.end or (start == last.end and view.allocation == last.allocation)):
-            last.end = max(last.end, end)
-            last.owners.append(view.owner)
-        else:
-            places.append(_Place(start, end, view.allocation, view.device, [view.owner]))
-    return tuple(places)
-
-
-def _register(places: Sequence[_Place], context: Context) -> tuple[Region, ...]:
-    regions: list[Region] = []
-    try:
-        for place in places:
-            nbytes = place.end - place.start
-            region = context.register(place.start, nbytes, owner=tuple(place.owners), device=place.device)
-            regions.append(region)
-    except BaseException:
-        for region in regions:
-            region.close()
-        raise
-    return tuple(regions)

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hurray_rdma.cache.pool import PagePool
-from hurray_rdma.cache.spec import PageOrder
+from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import Descriptor, DeviceTag, KvRole
+from hurray_rdma.format import Descriptor, DeviceTag, ElementType, PerBlockAffine
 
 __all__ = ["Snapshot"]
 
@@ -100,10 +100,11 @@ class Snapshot:
                 num_pages=self.pool.num_pages,
                 num_seqs=self.num_seqs,
                 block_table_length=len(self.block_table),
-                kv_role=KvRole[role.upper()],
+                kv_role=role,
                 layer_index=layer,
                 device_tag=device_tag,
                 alignment=_ALIGNMENT_NBYTES,
+                quantization=_quantization(spec),
             )
             for role, layer in spec.tensors
         ]
@@ -118,7 +119,7 @@ class Snapshot:
         pages = self.pool.pages(role, layer)
         num_tokens = int(self.seq_lens[self._check_seq(seq)])
         page_ids = self.seq_pages(seq)[: -(-num_tokens // spec.page_size)]
-        gathered = pages[page_ids]
+        gathered = pages[page_ids.astype(np.int64)]
         if spec.order is PageOrder.HND:
             gathered = gathered.swapaxes(1, 2)
         return gathered.reshape(len(page_ids) * spec.page_size, spec.num_heads, spec.row_items)[:num_tokens]
@@ -130,6 +131,19 @@ class Snapshot:
         if not 0 <= seq < self.num_seqs:
             raise GeometryError(f"must be from 0 to {self.num_seqs - 1}", field="seq", value=seq)
         return seq
+
+
+def _quantization(spec: CacheSpec) -> PerBlockAffine | None:
+    """The scheme of ADR-024 that gives each page slot a scale, with its buffers after the three index buffers."""
+    if spec.scale_dtype is None:
+        return None
+    return PerBlockAffine(
+        axis=0,
+        block_size=spec.page_size,
+        scale_buffer_index=3,
+        zero_point_buffer_index=4 if spec.zero_points else None,
+        scale_type=ElementType.from_name(spec.scale_dtype),
+    )
 
 
 def _uint32(name: str, values: ArrayLike) -> NDArray[np.uint32]:

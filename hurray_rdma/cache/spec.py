@@ -5,17 +5,21 @@ Knows counts, dtypes and the order of axes inside a page; knows no memory and no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 
 import numpy as np
 
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import ElementType, KvRole, numpy_dtype
+from hurray_rdma.format import ElementType, KvRole, PerBlockAffine, element_type_of, storage_dtype
 
 __all__ = ["CacheSpec", "PageOrder"]
 
 _UINT32_MAX = 2**32 - 1
+_QUANTIZED = PerBlockAffine.storage
+_SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 class PageOrder(StrEnum):
@@ -49,15 +53,30 @@ class CacheSpec:
     """``"key"`` and ``"value"``, or ``"fused"`` alone."""
     order: PageOrder = PageOrder.NHD
     """Order of the axes inside a page."""
+    layers: tuple[int, ...] | None = None
+    """The model's index of each layer, ascending; None is 0 to num_layers - 1. A hybrid model's cache groups have some
+    of the layers each."""
+    head_offset: int = 0
+    """The model's index of the first head, where a cache holds a slice of them (tensor parallelism)."""
+    total_heads: int | None = None
+    """KV heads of the model; None is ``head_offset + num_heads``."""
+    scale_dtype: str | None = None
+    """Element type of the quantisation scales, one for each page slot (ADR-024, per-block affine); None is
+    unquantised."""
+    zero_points: bool = False
+    """Whether each page slot has an int32 zero point beside its scale."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "head_dim", "page_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _UINT32_MAX:
                 raise GeometryError(f"must be an integer from 1 to {_UINT32_MAX}", field=name, value=value)
-        object.__setattr__(self, "dtype", _element_type(self.dtype).wire_name)
+        object.__setattr__(self, "dtype", element_type_of(self.dtype).wire_name)
         object.__setattr__(self, "roles", _roles(self.roles))
         object.__setattr__(self, "order", _order(self.order))
+        object.__setattr__(self, "layers", _layers(self.layers, self.num_layers))
+        self._check_heads()
+        self._check_quantization()
         bits = self.head_dim * self.element_type.bits
         if bits % 8:
             raise GeometryError(
@@ -65,6 +84,47 @@ class CacheSpec:
                 field="head_dim",
                 value=self.head_dim,
             )
+
+    def _check_heads(self) -> None:
+        if self.total_heads is None:
+            object.__setattr__(self, "total_heads", self.head_offset + self.num_heads)
+        last = self.heads[1]
+        if self.head_offset < 0 or last > self.heads_of_model:
+            raise GeometryError(
+                f"the cache's {self.num_heads} heads from there must lie below total_heads {self.total_heads}",
+                field="head_offset",
+                value=self.head_offset,
+            )
+
+    def _check_quantization(self) -> None:
+        if self.scale_dtype is None:
+            if self.zero_points:
+                raise GeometryError("zero points need scales: give scale_dtype", field="zero_points", value=True)
+            return
+        if self.element_type not in _QUANTIZED:
+            names = ", ".join(each.wire_name for each in _QUANTIZED)
+            raise GeometryError(f"must be one of {names} where slots have scales", field="dtype", value=self.dtype)
+        if self.scale_dtype not in _SCALE_DTYPES:
+            raise GeometryError(f"must be one of {_SCALE_DTYPES}", field="scale_dtype", value=self.scale_dtype)
+        if self.page_size < 2 or self.page_size & (self.page_size - 1):
+            raise GeometryError(
+                "must be a power of two, 2 or more, where slots have scales", field="page_size", value=self.page_size
+            )
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The model's heads that this cache holds: first, and the one after the last."""
+        return self.head_offset, self.head_offset + self.num_heads
+
+    @property
+    def heads_of_model(self) -> int:
+        """``total_heads`` as a number."""
+        return self.head_offset + self.num_heads if self.total_heads is None else self.total_heads
+
+    @property
+    def layer_indices(self) -> tuple[int, ...]:
+        """``layers`` as numbers, ``[num_layers]``."""
+        return tuple(range(self.num_layers)) if self.layers is None else self.layers
 
     @property
     def element_type(self) -> ElementType:
@@ -74,7 +134,7 @@ class CacheSpec:
     @property
     def storage_dtype(self) -> np.dtype[np.generic]:
         """NumPy dtype of the arrays; uint8 where several elements share a byte."""
-        return numpy_dtype(self.element_type)
+        return storage_dtype(self.element_type)
 
     @property
     def itemsize(self) -> int:
@@ -106,7 +166,7 @@ class CacheSpec:
     @property
     def tensors(self) -> tuple[tuple[str, int], ...]:
         """Every (role, layer), in the order of all lists of them: layer 0 in order of ``roles``, layer 1 ..."""
-        return tuple((role, layer) for layer in range(self.num_layers) for role in self.roles)
+        return tuple((role, layer) for layer in self.layer_indices for role in self.roles)
 
     def with_order(self, order: PageOrder | str, /) -> CacheSpec:
         """The same cache with another order of axes inside its pages.
@@ -124,17 +184,21 @@ class CacheSpec:
         """
         if role not in self.roles:
             raise GeometryError(f"must be one of {self.roles}", field="role", value=role)
-        if not 0 <= layer < self.num_layers:
-            raise GeometryError(f"must be from 0 to {self.num_layers - 1}", field="layer", value=layer)
-        return layer * len(self.roles) + self.roles.index(role)
+        layers = self.layer_indices
+        place = bisect_left(layers, layer)
+        if place == len(layers) or layers[place] != layer:
+            known = f"from 0 to {len(layers) - 1}" if layers[-1] == len(layers) - 1 else f"one of {layers}"
+            raise GeometryError(f"must be {known}", field="layer", value=layer)
+        return place * len(self.roles) + self.roles.index(role)
 
 
-def _element_type(name: object) -> ElementType:
-    text = name if isinstance(name, str) else str(np.dtype(name))  # type: ignore[call-overload]
-    try:
-        return ElementType.from_name(text)
-    except (ValueError, KeyError) as error:
-        raise GeometryError("is no element type of the format", field="dtype", value=name) from error
+def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
+    indices = tuple(range(num_layers)) if layers is None else tuple(layers)  # type: ignore[arg-type]
+    if len(indices) != num_layers:
+        raise GeometryError(f"must be num_layers {num_layers}", field="len(layers)", value=len(indices))
+    if indices[0] < 0 or indices[-1] >= _UINT32_MAX or any(a >= b for a, b in pairwise(indices)):
+        raise GeometryError(f"must ascend, from 0 to {_UINT32_MAX - 1}", field="layers", value=indices)
+    return indices
 
 
 def _roles(roles: object) -> tuple[str, ...]:
@@ -147,7 +211,7 @@ def _roles(roles: object) -> tuple[str, ...]:
     return names
 
 
-def _order(order: object) -> PageOrder:
+def _order(order: PageOrder | str) -> PageOrder:
     try:
         return PageOrder(order)
     except ValueError as error:

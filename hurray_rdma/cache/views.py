@@ -1,7 +1,7 @@
 """Arrays of any library seen as address, shape and strides: how a pool takes the caller's tensors without copying.
 
-Knows the array interfaces (NumPy's, DLPack's, CUDA's, torch's); knows nothing of pages. Libraries other than NumPy are
-never imported here: their objects are asked.
+Knows the array interfaces (NumPy's, CUDA's, torch's, DLPack's); knows nothing of pages. No library but NumPy is ever
+imported here: the objects are asked.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hurray_rdma.cache.dlpack import contiguous_strides, read_capsule
 from hurray_rdma.errors import GeometryError
 
 __all__ = ["StridedView", "strided_view"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StridedView:
     """Where the elements of an array are."""
 
@@ -28,7 +29,7 @@ class StridedView:
     itemsize: int
     """Bytes of one item."""
     dtype_name: str
-    """The library's name of the dtype, e.g. ``"bfloat16"``."""
+    """As NumPy and ml_dtypes spell it, e.g. ``"bfloat16"``."""
     device: str
     """``"cpu"`` or ``"cuda:N"``."""
     owner: object
@@ -49,38 +50,108 @@ def strided_view(array: Any, *, name: str) -> StridedView:
     """Looks at an array without copying it.
 
     Args:
-        array: a NumPy array, or any object with ``__array_interface__``.
+        array: a NumPy array, a torch tensor, or any object with ``__cuda_array_interface__``, ``__array_interface__``
+            or ``__dlpack__``. Work on it that is still queued on a device stream is the caller's to wait for.
         name: of the argument, for errors.
 
     Raises:
         GeometryError: the object shows no memory, or memory that must not be written.
     """
-    if not isinstance(array, np.ndarray):
-        if not hasattr(array, "__array_interface__"):
-            raise GeometryError("is no array that shows its memory", field=name, value=type(array).__name__)
-        array = np.asarray(array)
-    if not array.flags.writeable:
-        raise GeometryError(
-            "is read-only: pages are registered for remote writes",
-            field=name,
-            value=f"{array.dtype} {array.shape}",
-            fix="Make the array writable, or copy it into a pool of PagePool.allocate",
-        )
-    base = _allocation(array)
+    if isinstance(array, np.ndarray):
+        return _numpy_view(array, array, name=name)
+    if hasattr(array, "data_ptr") and hasattr(array, "untyped_storage"):
+        return _torch_view(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _cuda_view(array, name=name)
+    if hasattr(array, "__array_interface__"):
+        return _numpy_view(np.asarray(array), array, name=name)
+    if hasattr(array, "__dlpack__"):
+        return _dlpack_view(array, name=name)
+    raise GeometryError(
+        "is no array that shows its memory (DLPack, or an array interface)", field=name, value=type(array).__name__
+    )
+
+
+def _numpy_view(view: NDArray[Any], array: Any, *, name: str) -> StridedView:
+    if not view.flags.writeable:
+        raise _read_only(name, f"{view.dtype} {view.shape}")
+    base = view
+    while isinstance(base.base, np.ndarray):
+        base = base.base
     return StridedView(
-        address=array.ctypes.data,
-        shape=array.shape,
-        strides_nbytes=array.strides,
-        itemsize=array.itemsize,
-        dtype_name=str(array.dtype),
+        address=view.ctypes.data,
+        shape=view.shape,
+        strides_nbytes=view.strides,
+        itemsize=view.itemsize,
+        dtype_name=str(view.dtype),
         device="cpu",
-        owner=array,
-        allocation=base,
+        owner=view,
+        allocation=base.ctypes.data,
         array=array,
     )
 
 
-def _allocation(array: NDArray[Any]) -> int:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return int(array.ctypes.data)
+def _torch_view(tensor: Any) -> StridedView:
+    # Not by DLPack, which refuses tensors that autograd watches, and does not tell the storage.
+    itemsize = tensor.element_size()
+    kind, index = tensor.device.type, tensor.device.index
+    return StridedView(
+        address=tensor.data_ptr(),
+        shape=tuple(tensor.shape),
+        strides_nbytes=tuple(step * itemsize for step in tensor.stride()),
+        itemsize=itemsize,
+        dtype_name=str(tensor.dtype).removeprefix("torch."),
+        device=kind if kind == "cpu" else f"{kind}:{index or 0}",
+        owner=tensor,
+        allocation=tensor.untyped_storage().data_ptr(),
+        array=tensor,
+    )
+
+
+def _cuda_view(array: Any, *, name: str) -> StridedView:
+    interface = array.__cuda_array_interface__
+    address, read_only = interface["data"]
+    shape = tuple(interface["shape"])
+    if read_only:
+        raise _read_only(name, shape)
+    dtype = getattr(array, "dtype", None) or np.dtype(interface["typestr"])
+    itemsize = np.dtype(interface["typestr"]).itemsize
+    strides = interface.get("strides")
+    device = getattr(array, "device", None)
+    return StridedView(
+        address=address,
+        shape=shape,
+        strides_nbytes=contiguous_strides(shape, itemsize) if strides is None else tuple(strides),
+        itemsize=itemsize,
+        dtype_name=str(dtype),
+        device=f"cuda:{getattr(device, 'id', 0)}",
+        owner=array,
+        allocation=address,
+        array=array,
+    )
+
+
+def _dlpack_view(array: Any, *, name: str) -> StridedView:
+    tensor = read_capsule(array, name=name)
+    if tensor.read_only:
+        raise _read_only(name, tensor.shape)
+    return StridedView(
+        address=tensor.address,
+        shape=tensor.shape,
+        strides_nbytes=tensor.strides_nbytes,
+        itemsize=tensor.itemsize,
+        dtype_name=tensor.dtype_name,
+        device=tensor.device,
+        owner=(array, tensor.capsule),
+        allocation=tensor.address,
+        array=array,
+    )
+
+
+def _read_only(name: str, value: object) -> GeometryError:
+    return GeometryError(
+        "is read-only: pages are registered for remote writes",
+        field=name,
+        value=value,
+        fix="Make the array writable, or copy it into a pool of PagePool.allocate",
+    )

@@ -3,7 +3,27 @@
 Knows page IDs, strides and byte offsets; does no I/O, and knows neither asyncio nor UCX nor any device library.
 """
 
+from hurray_rdma.plan.keys import map_keys
+from hurray_rdma.plan.mapping import map_pages
+from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan, build_plan
+from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.tables import dedupe, rewrite, valid_pages
+from hurray_rdma.plan.transfer import Move, Program, TransferPlan, plan_transfer
 
-__all__ = ["Plan", "build_plan", "dedupe", "rewrite", "valid_pages"]
+__all__ = [
+    "Move",
+    "PageMap",
+    "Plan",
+    "Program",
+    "TransferPlan",
+    "build_plan",
+    "check_pair",
+    "common_heads",
+    "dedupe",
+    "map_keys",
+    "map_pages",
+    "plan_transfer",
+    "rewrite",
+    "valid_pages",
+]

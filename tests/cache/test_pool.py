@@ -135,7 +135,7 @@ SHARED = zeros(PAGES, 3, 2, 4)
         ({"key": [zeros(PAGES, 3, 2, 4)]}, r"len\(arrays\['key'\]\) = 1: must have one array for each of the 2 layers"),
         (
             {"value": [zeros(PAGES, 3, 2, 4), zeros(PAGES + 1, 3, 2, 4)]},
-            r"arrays\['value'\]\[1\]\.shape = .*num_pages 5 as arrays\['key'\]\[0\]",
+            r"arrays\['value'\]\[1\]\.shape = .*num_pages 5 as the first array",
         ),
         ({"key": [zeros(PAGES, 2, 3, 4)] * 2}, r"arrays\['key'\]\[0\]\.shape = \(5, 2, 3, 4\)"),
         (

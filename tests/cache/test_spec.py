@@ -46,7 +46,7 @@ def test_a_latent_cache_has_one_fused_role() -> None:
         ("num_heads", -1, "num_heads = -1"),
         ("head_dim", 1.5, r"head_dim = 1\.5"),
         ("page_size", True, "page_size = True"),
-        ("dtype", "bfloat17", "dtype = 'bfloat17': is no element type"),
+        ("dtype", "bfloat17", "dtype = 'bfloat17': the format has no such element type"),
         ("roles", ("key", "key"), "roles = .* at most once"),
         ("roles", ("key", "fused"), "roles = .* stands alone"),
         ("roles", ("query",), r"roles = \('query',\)"),

@@ -1,0 +1,179 @@
+"""From an offered block table to the pages that the receiver must find for it, whatever the two page sizes.
+
+Both sides run this on the same offer and get the same arrays, so that a grant is one page ID for each page listed here.
+
+A *unit* is the smaller of the two pages: the tokens that lie together on both sides. Where the destination's pages are
+smaller, each source page is cut into units, and each distinct unit gets a page of its own. Where they are larger, each
+destination page takes several consecutive units of a sequence, and two table entries share a page exactly if all their
+units are the same: a shared prefix that ends inside a larger page is written into each sequence's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.errors import GeometryError
+from hurray_rdma.plan.pagemap import PageMap
+from hurray_rdma.plan.tables import dedupe, valid_pages
+
+__all__ = ["map_pages"]
+
+Uint32 = NDArray[np.uint32]
+Int64 = NDArray[np.int64]
+
+
+def map_pages(
+    block_table: Uint32,
+    seq_ptr: Uint32,
+    seq_lens: Uint32,
+    *,
+    num_pages: int,
+    src_page_size: int,
+    dst_page_size: int,
+) -> PageMap:
+    """Trims, cuts or joins, and dedupes the pages of an offer. O(entries), but for a sort where pages are joined.
+
+    Args:
+        block_table: page IDs of the source, uint32 ``[seq_ptr[-1]]``.
+        seq_ptr: uint32 ``[num_seqs + 1]``, pages.
+        seq_lens: uint32 ``[num_seqs]``, tokens.
+        num_pages: pages of the source's pool.
+        src_page_size, dst_page_size: tokens per page of the two sides.
+
+    Raises:
+        GeometryError: a page ID is not below ``num_pages``, a sequence has more tokens than its pages hold, or neither
+            page size divides the other.
+    """
+    if src_page_size % dst_page_size and dst_page_size % src_page_size:
+        raise GeometryError(
+            f"and the destination's {dst_page_size}: one must divide the other", field="page_size", value=src_page_size
+        )
+    table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, src_page_size)
+    page_ids, places = dedupe(table, num_pages=num_pages)
+    dst_ptr = _starts(seq_lens, dst_page_size)
+    if src_page_size == dst_page_size:
+        mapped = _same(page_ids, places)
+    elif src_page_size > dst_page_size:
+        entry, ordinal = _source_entries(trimmed_ptr, dst_ptr, src_page_size // dst_page_size)
+        mapped = _cut(page_ids, places[entry], ordinal, src_page_size, dst_page_size)
+    else:
+        per_page = dst_page_size // src_page_size
+        rows = np.full((int(dst_ptr[-1]), per_page), len(page_ids), np.int64)  # no page has that place
+        rows.reshape(-1)[_padded_entries(trimmed_ptr, dst_ptr, per_page)] = places
+        mapped = _join(page_ids, rows, src_page_size)
+    return PageMap(
+        src_page_size=src_page_size,
+        dst_page_size=dst_page_size,
+        num_pages=mapped.num_pages,
+        entries=mapped.entries,
+        seq_ptr=dst_ptr.astype(np.uint32),
+        seq_lens=seq_lens.copy(),
+        valid_tokens=_valid_tokens(mapped.entries, dst_ptr, seq_lens, mapped.num_pages, dst_page_size),
+        unit_src_pages=mapped.src_pages,
+        unit_src_slots=mapped.src_slots,
+        unit_pages=mapped.pages,
+        unit_dst_slots=mapped.dst_slots,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mapped:
+    """The part of a `PageMap` that depends on which page is the larger."""
+
+    num_pages: int
+    entries: Uint32
+    src_pages: Uint32
+    src_slots: Uint32
+    pages: Uint32
+    dst_slots: Uint32
+
+
+def _same(page_ids: Uint32, places: Uint32) -> _Mapped:
+    count = len(page_ids)
+    return _Mapped(count, places, page_ids, _zeros(count), np.arange(count, dtype=np.uint32), _zeros(count))
+
+
+def _cut(page_ids: Uint32, places: Uint32, ordinal: Int64, src_page_size: int, dst_page_size: int) -> _Mapped:
+    """Destination pages are units; ``places`` and ``ordinal`` are per destination entry."""
+    per_page = src_page_size // dst_page_size
+    used = np.zeros(len(page_ids) * per_page, np.bool_)
+    unit = places.astype(np.int64) * per_page + ordinal
+    used[unit] = True
+    distinct = np.flatnonzero(used)
+    number = np.empty(len(used), np.uint32)
+    number[distinct] = np.arange(len(distinct), dtype=np.uint32)
+    page, part = np.divmod(distinct, per_page)
+    return _Mapped(
+        len(distinct),
+        number[unit],
+        page_ids[page],
+        (part * dst_page_size).astype(np.uint32),
+        np.arange(len(distinct), dtype=np.uint32),
+        _zeros(len(distinct)),
+    )
+
+
+def _join(page_ids: Uint32, rows: Int64, src_page_size: int) -> _Mapped:
+    """Source pages are units; ``rows`` has their places in ``page_ids`` for each destination entry."""
+    absent = len(page_ids)
+    # Column by column, each distinct beginning of a row gets a number, in the order of the rows.
+    number = rows[:, 0]
+    for column in range(1, rows.shape[1]):
+        _, number = np.unique(number * (absent + 1) + rows[:, column], return_inverse=True)
+    _, first, entries = np.unique(number, return_index=True, return_inverse=True)
+    units = rows[first]
+    page, column_of = np.nonzero(units < absent)
+    return _Mapped(
+        len(first),
+        entries.astype(np.uint32),
+        page_ids[units[page, column_of]],
+        _zeros(len(page)),
+        page.astype(np.uint32),
+        (column_of * src_page_size).astype(np.uint32),
+    )
+
+
+def _source_entries(src_ptr: Uint32, dst_ptr: Int64, per_page: int) -> tuple[Int64, Int64]:
+    """For each destination entry the source entry that it is cut from, and which part of it."""
+    counts = _counts(dst_ptr)
+    ordinal = np.arange(dst_ptr[-1]) - np.repeat(dst_ptr[:-1], counts)
+    entry, part = np.divmod(ordinal, per_page)
+    return entry + np.repeat(src_ptr[:-1].astype(np.int64), counts), part
+
+
+def _padded_entries(src_ptr: Uint32, dst_ptr: Int64, per_page: int) -> Int64:
+    """Where each source entry is, when each sequence begins a new destination page."""
+    starts = src_ptr.astype(np.int64)
+    shift = dst_ptr[:-1] * per_page - starts[:-1]
+    return np.arange(starts[-1]) + np.repeat(shift, _counts(starts))
+
+
+def _valid_tokens(entries: Uint32, dst_ptr: Int64, seq_lens: Uint32, num_pages: int, page_size: int, /) -> Uint32:
+    """The most that any sequence has of each page: all of it, unless the page is the last of all that have it."""
+    valid = np.zeros(num_pages, np.uint32)
+    counts = _counts(dst_ptr)
+    used = counts > 0
+    last = dst_ptr[1:][used] - 1
+    full = np.ones(len(entries), np.bool_)
+    full[last] = False
+    valid[entries[full]] = page_size
+    rest = seq_lens[used].astype(np.int64) - (counts[used] - 1) * page_size
+    np.maximum.at(valid, entries[last], rest.astype(np.uint32))
+    return valid
+
+
+def _starts(seq_lens: Uint32, page_size: int) -> Int64:
+    starts = np.zeros(len(seq_lens) + 1, np.int64)
+    np.cumsum(-(-seq_lens.astype(np.int64) // page_size), out=starts[1:])
+    return starts
+
+
+def _counts(starts: Int64) -> Int64:
+    return starts[1:] - starts[:-1]
+
+
+def _zeros(count: int) -> Uint32:
+    return np.broadcast_to(np.uint32(0), (count,))

@@ -1,0 +1,118 @@
+"""What both sides of a transfer know of its pages: which must be granted, and what the receiver's table will say.
+
+Made by `hurray_rdma.plan.mapping`. Knows tables, page sizes and page IDs; knows no strides and no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hurray_rdma.errors import GeometryError
+
+__all__ = ["PageMap"]
+
+Uint32 = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PageMap:
+    """Which tokens of which source pages make up which destination pages. Arrays are uint32 and read-only."""
+
+    src_page_size: int
+    """Tokens per page of the source."""
+    dst_page_size: int
+    """Tokens per page of the destination; one divides the other."""
+    num_pages: int
+    """Distinct destination pages: the length of a grant."""
+    entries: Uint32
+    """The destination's block table in terms of the grant: for each entry a place in it, ``[seq_ptr[-1]]``."""
+    seq_ptr: Uint32
+    """Where each sequence starts in ``entries``, ``[num_seqs + 1]``."""
+    seq_lens: Uint32
+    """Tokens of each sequence, ``[num_seqs]``."""
+    valid_tokens: Uint32
+    """Tokens of each destination page that some sequence has, ``[num_pages]``; the slots after them are undefined."""
+    unit_src_pages: Uint32
+    """Per unit the source page it is in, ``[num_units]``; ascending by destination page."""
+    unit_src_slots: Uint32
+    """Per unit its first slot in the source page."""
+    unit_pages: Uint32
+    """Per unit the destination page it goes to, as a place in the grant."""
+    unit_dst_slots: Uint32
+    """Per unit its first slot in the destination page."""
+
+    def __post_init__(self) -> None:
+        for name in ("entries", "seq_ptr", "seq_lens", "valid_tokens", *_UNIT_FIELDS):
+            getattr(self, name).setflags(write=False)
+
+    @property
+    def unit_size(self) -> int:
+        """Tokens per unit."""
+        return min(self.src_page_size, self.dst_page_size)
+
+    @property
+    def num_units(self) -> int:
+        """Pieces of pages that travel when nothing is resident."""
+        return len(self.unit_pages)
+
+    @property
+    def src_page_ids(self) -> Uint32:
+        """The source page behind each destination page, ``[num_pages]``, where page sizes are equal: ascending."""
+        return self.unit_src_pages
+
+    def block_table(self, dst_page_ids: ArrayLike, /) -> Uint32:
+        """The block table of the receiver, aliases kept. uint32 ``[seq_ptr[-1]]``.
+
+        Args:
+            dst_page_ids: the grant, integers ``[num_pages]``.
+
+        Raises:
+            GeometryError: it has another length.
+        """
+        return self.check_grant(dst_page_ids)[self.entries]
+
+    def check_grant(self, dst_page_ids: ArrayLike, /) -> Uint32:
+        """``dst_page_ids`` as uint32 ``[num_pages]``.
+
+        Raises:
+            GeometryError: it has another length.
+        """
+        page_ids = np.asarray(dst_page_ids, np.uint32)
+        if page_ids.shape != (self.num_pages,):
+            raise GeometryError(
+                f"must be the {self.num_pages} pages of the offer", field="len(dst_page_ids)", value=page_ids.size
+            )
+        return page_ids
+
+    def pages_for(self, block_table: NDArray[np.uint32], /) -> Uint32:
+        """The grant that yields a block table which exists already: where several senders fill slices of one snapshot.
+
+        Args:
+            block_table: the receiver's, uint32 ``[seq_ptr[-1]]``, from an offer of the same sequences.
+
+        Raises:
+            GeometryError: this offer has another number of entries, or shares pages otherwise.
+        """
+        if len(block_table) != len(self.entries):
+            raise GeometryError(
+                f"must be the {len(self.entries)} entries of this offer",
+                field="len(block_table)",
+                value=len(block_table),
+            )
+        page_ids = np.empty(self.num_pages, np.uint32)
+        page_ids[self.entries] = block_table
+        wrong = page_ids[self.entries] != block_table
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise GeometryError(
+                "this sender shares pages here that the others do not",
+                field=f"block_table[{at}]",
+                value=int(block_table[at]),
+            )
+        return page_ids
+
+
+_UNIT_FIELDS = ("unit_src_pages", "unit_src_slots", "unit_pages", "unit_dst_slots")

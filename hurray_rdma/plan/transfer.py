@@ -1,0 +1,289 @@
+"""From two layouts, a page map and a grant to the exact writes of a whole transfer.
+
+Roles, layers and parts with the same strides on both sides share one program; only their bases differ. Knows layouts,
+page IDs and offsets; knows no memory and no peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hurray_rdma.cache import Part, PoolLayout, Segment, parts_of
+from hurray_rdma.errors import GeometryError
+from hurray_rdma.plan.negotiate import check_pair, common_heads
+from hurray_rdma.plan.operations import Plan
+from hurray_rdma.plan.pagemap import PageMap
+from hurray_rdma.plan.pieces import MAX_OPERATIONS, Strides, Tile, make_tile, plans_of
+from hurray_rdma.plan.tables import dedupe
+
+__all__ = ["Move", "Program", "TransferPlan", "plan_transfer"]
+
+Uint32 = NDArray[np.uint32]
+Offsets = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """What to write for one part of every role of every layer with the same strides."""
+
+    num_pages: int
+    """Destination pages that are written."""
+    nbytes: int
+    """Bytes that come from the source's pages."""
+    zeros: Plan | None
+    """Slots past the valid tokens, to be overwritten with zeros; all source offsets are 0: it reads from a buffer of
+    zeros of `TransferPlan.zeros_nbytes`. None where nothing must be zeroed."""
+    _tiles: tuple[Tile, ...]
+    _plan: tuple[Plan, ...] | None
+
+    @property
+    def max_operations(self) -> int:
+        """Operations of `plans`; an upper bound where a page is many pieces, some of which may meet."""
+        if self._plan is not None:
+            return sum(plan.num_operations for plan in self._plan)
+        return sum(tile.num_operations for tile in self._tiles)
+
+    def plans(self) -> Iterator[Plan]:
+        """What to write, in one plan, or in several of bounded size where a page is many pieces; none when nothing."""
+        if self._plan is not None:
+            return iter(self._plan)
+        return plans_of(self._tiles, num_pages=self.num_pages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """A program at its place: ``plans`` offsets count from these bases."""
+
+    part: Part
+    src_region_index: int
+    src_base_nbytes: int
+    """Bytes from the first of the source's region."""
+    dst_region_index: int
+    dst_base_nbytes: int
+    """Bytes from the first of the destination's region."""
+    program: Program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
+    """Everything that one side writes into the other for one offer."""
+
+    page_map: PageMap
+    num_pages: int
+    """Destination pages that are written, of each role of each layer."""
+    num_resident: int
+    """Destination pages that the receiver has."""
+    nbytes: int
+    """Bytes that come from the source's pages, of all roles and layers, scales included."""
+    zeros_nbytes: int
+    """Length of the buffer of zeros that ``zeros`` plans read from; 0 where there are none."""
+    heads: tuple[int, int]
+    """The model's heads that are written: first, and the one after the last."""
+    covers_dest: bool
+    """Whether those are all heads of the destination; if not, other senders have the rest."""
+    _moves: dict[tuple[str, int], tuple[Move, ...]]
+
+    def moves(self, role: str, layer: int) -> tuple[Move, ...]:
+        """What to write for one role of one layer: pages first, then scales and zero points.
+
+        Raises:
+            KeyError: there is no such role or layer.
+        """
+        return self._moves[role, layer]
+
+    @property
+    def max_operations(self) -> int:
+        """Operations of all moves, zeros included; an upper bound as of `Program.max_operations`."""
+        return sum(
+            move.program.max_operations + (move.program.zeros.num_operations if move.program.zeros else 0)
+            for moves in self._moves.values()
+            for move in moves
+        )
+
+
+def plan_transfer(
+    source: PoolLayout,
+    dest: PoolLayout,
+    page_map: PageMap,
+    dst_page_ids: ArrayLike,
+    *,
+    resident: NDArray[np.bool_] | None = None,
+    zero_tails: bool = False,
+) -> TransferPlan:
+    """Plans all writes of one offer.
+
+    Args:
+        source: layout of the pool that holds the pages.
+        dest: layout of the pool that receives them; of a peer, so `PoolLayout.check_inside` comes first.
+        page_map: of the offer, with the page sizes of the two.
+        dst_page_ids: the grant, integers ``[page_map.num_pages]``.
+        resident: which of them the receiver has, bool ``[page_map.num_pages]``: these are not written.
+        zero_tails: whether slots past the valid tokens of a page arrive as zeros, and nothing of the source's leaves
+            there; otherwise they are undefined.
+
+    Raises:
+        GeometryError: the two cannot exchange pages, or the grant does not fit the offer or the pool.
+    """
+    check_pair(source.spec, dest.spec)
+    sizes = page_map.src_page_size, page_map.dst_page_size
+    if sizes != (source.spec.page_size, dest.spec.page_size):
+        raise GeometryError(
+            f"must be those of the two sides, {source.spec.page_size} and {dest.spec.page_size}",
+            field="page_map.page_sizes",
+            value=sizes,
+        )
+    page_ids = page_map.check_grant(dst_page_ids)
+    if len(dedupe(page_ids, num_pages=dest.num_pages)[0]) != len(page_ids):
+        raise GeometryError("must not name a page twice", field="dst_page_ids")
+    written = np.ones(page_map.num_pages, np.bool_) if resident is None else ~np.asarray(resident, np.bool_)
+    if written.shape != (page_map.num_pages,):
+        raise GeometryError(
+            f"must be the {page_map.num_pages} pages of the offer", field="len(resident)", value=written.size
+        )
+    planner = _Planner(source, dest, page_map, page_ids, written, zero_tails=zero_tails)
+    moves = {
+        (role, layer): tuple(planner.move(role, layer, part) for part in parts_of(source.spec))
+        for role, layer in source.spec.tensors
+    }
+    num_written = int(written.sum())
+    programs = [move.program for each in moves.values() for move in each]
+    return TransferPlan(
+        page_map=page_map,
+        num_pages=num_written,
+        num_resident=page_map.num_pages - num_written,
+        nbytes=sum(program.nbytes for program in programs),
+        zeros_nbytes=max((int(p.zeros.lengths.max()) for p in programs if p.zeros is not None), default=0),
+        heads=planner.heads,
+        covers_dest=planner.heads == dest.spec.heads,
+        _moves=moves,
+    )
+
+
+class _Planner:
+    """Finds each program once."""
+
+    def __init__(
+        self,
+        source: PoolLayout,
+        dest: PoolLayout,
+        page_map: PageMap,
+        page_ids: Uint32,
+        written: NDArray[np.bool_],
+        *,
+        zero_tails: bool,
+    ) -> None:
+        self.heads = common_heads(source.spec, dest.spec)
+        self._source = source
+        self._dest = dest
+        self._map = page_map
+        self._page_ids = page_ids
+        self._written = written
+        self._zero_tails = zero_tails
+        everything = bool(written.all())
+        units = slice(None) if everything else np.flatnonzero(written[page_map.unit_pages])
+        self._num_pages = int(written.sum())
+        self._src_pages = page_map.unit_src_pages[units]
+        self._src_slots = page_map.unit_src_slots[units]
+        self._pages = page_map.unit_pages[units]
+        self._dst_slots = page_map.unit_dst_slots[units]
+        self._programs: dict[tuple[bool, int, Strides, Strides], Program] = {}
+
+    def move(self, role: str, layer: int, part: Part) -> Move:
+        src, dst = self._source.segment(role, layer, part=part), self._dest.segment(role, layer, part=part)
+        key = part is Part.PAGES, self._source.row_nbytes(part), _strides(src), _strides(dst)
+        if key not in self._programs:
+            self._programs[key] = self._program(*key)
+        return Move(
+            part=part,
+            src_region_index=src.region_index,
+            src_base_nbytes=src.offset_nbytes,
+            dst_region_index=dst.region_index,
+            dst_base_nbytes=dst.offset_nbytes,
+            program=self._programs[key],
+        )
+
+    def _program(self, has_heads: bool, row_nbytes: int, src: Strides, dst: Strides, /) -> Program:
+        first, last = self.heads if has_heads else (0, 1)
+        src_head = (first - self._source.spec.head_offset) * src.head_nbytes if has_heads else 0
+        dst_head = (first - self._dest.spec.head_offset) * dst.head_nbytes if has_heads else 0
+        src_places = _places(self._src_pages, self._src_slots, src, src_head)
+        dst_places = _places(self._page_ids[self._pages], self._dst_slots, dst, dst_head)
+        tiles = tuple(
+            make_tile(
+                src_places[units],
+                dst_places[units],
+                num_tokens=num_tokens,
+                num_heads=last - first,
+                row_nbytes=row_nbytes,
+                src=src,
+                dst=dst,
+            )
+            for num_tokens, units in self._by_tokens()
+        )
+        single = all(len(tile.src_pieces) == 1 for tile in tiles)
+        small = sum(tile.num_operations for tile in tiles) <= MAX_OPERATIONS
+        return Program(
+            num_pages=self._num_pages,
+            nbytes=sum(tile.nbytes for tile in tiles),
+            zeros=self._zeros(last - first, row_nbytes, dst, dst_head) if self._zero_tails else None,
+            _tiles=() if single or small else tiles,
+            _plan=tuple(plans_of(tiles, num_pages=self._num_pages)) if single or small else None,
+        )
+
+    def _by_tokens(self) -> Iterator[tuple[int, slice | NDArray[np.int64]]]:
+        """Units by how many of their tokens travel: all of them but where tails must not."""
+        size = self._map.unit_size
+        if not self._zero_tails:
+            yield size, slice(None)
+            return
+        valid = self._map.valid_tokens[self._pages].astype(np.int64) - self._dst_slots
+        tokens = np.minimum(valid, size)
+        for count in np.unique(tokens).tolist():
+            yield count, np.flatnonzero(tokens == count)
+
+    def _zeros(self, num_heads: int, row_nbytes: int, dst: Strides, dst_head: int, /) -> Plan | None:
+        size = self._map.dst_page_size
+        partial = np.flatnonzero((self._map.valid_tokens < size) & self._written)
+        tiles = []
+        for count in np.unique(self._map.valid_tokens[partial]).tolist():
+            pages = partial[self._map.valid_tokens[partial] == count]
+            slots = np.full(len(pages), count, np.uint32)
+            dst_places = _places(self._page_ids[pages], slots, dst, dst_head)
+            tile = make_tile(
+                dst_places,
+                dst_places,
+                num_tokens=size - count,
+                num_heads=num_heads,
+                row_nbytes=row_nbytes,
+                src=dst,
+                dst=dst,
+            )
+            tiles.append(tile.reading_zeros())
+        plans = list(plans_of(tiles, num_pages=len(partial)))
+        if not plans:
+            return None
+        return Plan(
+            src_offsets=np.concatenate([plan.src_offsets for plan in plans]),
+            dst_offsets=np.concatenate([plan.dst_offsets for plan in plans]),
+            lengths=np.concatenate([plan.lengths for plan in plans]),
+            num_pages=len(partial),
+            nbytes=sum(plan.nbytes for plan in plans),
+        )
+
+
+def _strides(segment: Segment) -> Strides:
+    return Strides(segment.page_stride_nbytes, segment.token_stride_nbytes, segment.head_stride_nbytes)
+
+
+def _places(pages: Uint32, slots: Uint32, strides: Strides, head_nbytes: int) -> Offsets:
+    places = pages.astype(np.uint64)
+    places *= np.uint64(strides.page_nbytes)
+    if slots.any():
+        places += slots * np.uint64(strides.token_nbytes)
+    if head_nbytes:
+        places += np.uint64(head_nbytes)
+    return places
