@@ -44,7 +44,7 @@ _COUNT = Struct("<B")
 _LENGTH = Struct("<I")
 _WHOLE = Struct("<4sBBIIBBIQQQQIQIIBIB6sB")
 _ROLE_AND_LAYER = Struct("<BI")
-_HEAD_FIELDS = Struct("<BBHI")
+_HEAD_FIELDS = Struct("<BBHIB")
 
 _ROLES: dict[int, KvRole] = {each.value: each for each in KvRole}
 _INDEX_TYPES: dict[int, IndexType] = {each.value: each for each in IndexType}
@@ -317,11 +317,14 @@ def _is_composite_head(view: memoryview, length: int, flags: int, rank: int) -> 
     """Whether these are a composite head's bytes: no buffers, and exactly as long as its own fields make it."""
     if flags & (HAS_QUANTIZATION | HAS_COMPOSITE_MEMBER):
         return False
-    expected = HEADER_NBYTES + 8 * rank + 8 + _HEAD_FIELDS.size + 1
-    count_at = expected - 1
+    fields_at = HEADER_NBYTES + 8 * rank + 8
+    expected = fields_at + _HEAD_FIELDS.size
     expected += 16 * rank * bool(flags & HAS_SHARD) + 72 * bool(flags & HAS_STATISTICS)
     expected += 20 * bool(flags & HAS_EXTENSION_TYPE)
-    return length == expected and view[count_at] == 0
+    if length != expected:
+        return False
+    composition_rule, _combine_op, reserved, _members, buffer_count = _HEAD_FIELDS.unpack_from(view, fields_at)
+    return composition_rule in (1, 2, 3) and reserved == 0 and buffer_count == 0
 
 
 def _fixed_error(field: str, value: object, rule: str) -> DescriptorError:

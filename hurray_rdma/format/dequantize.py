@@ -7,6 +7,7 @@ ADR-024 section 6 (parameters paged through the same block table, so an aliased 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -106,11 +107,12 @@ def _gather(d: Descriptor, page_pool: NDArray[Any], slots: NDArray[np.int64]) ->
     elements, bits = d.num_heads * d.head_dim, d.element_type.bits
     shape = (len(slots), d.num_heads, d.head_dim)
     if page_pool.shape[:2] == (d.num_pages, d.page_size) and elements * bits % 8 == 0:
-        rows = np.ascontiguousarray(page_pool[slots // d.page_size, slots % d.page_size]).reshape(len(slots), -1)
-        rows = rows.view(np.uint8)
-        if rows.shape[1] != elements * bits // 8:
+        slot_nbytes = math.prod(page_pool.shape[2:]) * page_pool.itemsize
+        if slot_nbytes != elements * bits // 8:
             rule = f"a slot has {elements * bits // 8} bytes: {elements} elements of {d.element_type.wire_name}"
             raise DescriptorError(rule, field="page_pool", value=f"{page_pool.dtype}{list(page_pool.shape)}")
+        picked = np.ascontiguousarray(page_pool[slots // d.page_size, slots % d.page_size])
+        rows = picked.reshape(-1).view(np.uint8).reshape(len(slots), slot_nbytes)
         return _elements(rows, d.element_type, elements).reshape(shape)
     raw = np.ascontiguousarray(page_pool).reshape(-1).view(np.uint8)
     if raw.nbytes != d.buffers[0].byte_size:

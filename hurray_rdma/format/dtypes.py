@@ -150,7 +150,7 @@ def element_type_of(dtype: object) -> ElementType:
 def _from_numpy(dtype: object) -> ElementType | None:
     try:
         numpy_type: np.dtype[Any] = np.dtype(dtype)  # type: ignore[call-overload]
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     return None if numpy_type.byteorder == ">" else _BY_LIBRARY_NAME.get(numpy_type.name)
 
