@@ -159,7 +159,7 @@ def _valid_tokens(entries: Uint32, dst_ptr: Int64, seq_lens: Uint32, num_pages: 
     last = dst_ptr[1:][used] - 1
     full = np.ones(len(entries), np.bool_)
     full[last] = False
-    valid[entries[full]] = page_size
+    valid[entries[full].astype(np.int64)] = page_size
     rest = seq_lens[used].astype(np.int64) - (counts[used] - 1) * page_size
     np.maximum.at(valid, entries[last], rest.astype(np.uint32))
     return valid

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hurray_rdma.errors import GeometryError
+from hurray_rdma.plan.tables import look_up
 
 __all__ = ["PageMap"]
 
@@ -72,7 +73,7 @@ class PageMap:
         Raises:
             GeometryError: it has another length.
         """
-        return self.check_grant(dst_page_ids)[self.entries]
+        return look_up(self.check_grant(dst_page_ids), self.entries.astype(np.int64))
 
     def check_grant(self, dst_page_ids: ArrayLike, /) -> Uint32:
         """``dst_page_ids`` as uint32 ``[num_pages]``.

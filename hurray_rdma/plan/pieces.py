@@ -2,7 +2,7 @@
 
 A *tile* is one shape of rectangle (so many tokens, so many heads) and all places where it is to be moved. Its pieces
 are the same everywhere, so they are found once, from the strides of the two sides; operations are the product of places
-and pieces, made in batches, so that memory does not grow with the number of pieces in a page. Knows strides and offsets.
+and pieces, made in batches, so that memory does not grow with the pieces of a page. Knows strides and offsets only.
 """
 
 from __future__ import annotations

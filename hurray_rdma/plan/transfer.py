@@ -18,7 +18,7 @@ from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.pieces import MAX_OPERATIONS, Strides, Tile, make_tile, plans_of
-from hurray_rdma.plan.tables import dedupe
+from hurray_rdma.plan.tables import check_distinct
 
 __all__ = ["Move", "Program", "TransferPlan", "plan_transfer"]
 
@@ -137,8 +137,7 @@ def plan_transfer(
             value=sizes,
         )
     page_ids = page_map.check_grant(dst_page_ids)
-    if len(dedupe(page_ids, num_pages=dest.num_pages)[0]) != len(page_ids):
-        raise GeometryError("must not name a page twice", field="dst_page_ids")
+    check_distinct(page_ids, num_pages=dest.num_pages, field="dst_page_ids")
     written = np.ones(page_map.num_pages, np.bool_) if resident is None else ~np.asarray(resident, np.bool_)
     if written.shape != (page_map.num_pages,):
         raise GeometryError(
