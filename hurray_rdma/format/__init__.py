@@ -27,7 +27,6 @@ from hurray_rdma.format.packing import pack_codes, unpack_codes
 from hurray_rdma.format.quantization import (
     MXFP,
     NF4,
-    NF4_LEVELS,
     OpaqueScheme,
     PerBlockAffine,
     PerChannelAffine,
@@ -54,7 +53,6 @@ __all__ = [
     "MAX_DESCRIPTOR_NBYTES",
     "MXFP",
     "NF4",
-    "NF4_LEVELS",
     "AnnotatedField",
     "Annotation",
     "BufferEntry",

@@ -63,7 +63,10 @@ def dequantize(
         raise DescriptorError(
             f"must be 0 or more and below the number of sequences, {len(lengths)}", field="seq", value=seq
         )
-    tokens = np.arange(int(lengths[seq]), dtype=np.int64)
+    num_tokens = int(lengths[seq])
+    if num_tokens:  # the last one first, so that a wrong length is refused before anything of its size is made
+        slot_index(block_table, seq_ptr, seq=seq, token=num_tokens - 1, page_size=d.page_size)
+    tokens = np.arange(num_tokens, dtype=np.int64)
     slots = np.asarray(slot_index(block_table, seq_ptr, seq=seq, token=tokens, page_size=d.page_size))
     _need_slots(slots, d.num_pages * d.page_size)
     stored = _gather(d, page_pool, slots)

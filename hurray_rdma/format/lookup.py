@@ -66,7 +66,9 @@ def slot_index(
         _need_below("token", tokens, (ends - starts) * page_size, "the tokens that the sequence's pages hold")
     else:
         _need_below("token", tokens, np.asarray(seq_lens)[seqs].astype(np.int64), "seq_lens of the sequence")
-    slots = table[starts + tokens // page_size].astype(np.int64) * page_size + tokens % page_size
+    positions = starts + tokens // page_size
+    _need_below("block_table position", positions, len(table), "the length of block_table")
+    slots = table[positions].astype(np.int64) * page_size + tokens % page_size
     return int(slots) if slots.ndim == 0 else slots
 
 

@@ -19,7 +19,6 @@ from hurray_rdma.format.tags import grade
 __all__ = [
     "MXFP",
     "NF4",
-    "NF4_LEVELS",
     "OpaqueScheme",
     "PerBlockAffine",
     "PerChannelAffine",
@@ -41,26 +40,6 @@ _ZEROS = bytes(4)
 _E = ElementType
 _NARROW = (_E.INT8, _E.UINT8, _E.INT4, _E.UINT4, _E.INT2, _E.UINT2)
 _INTEGERS = (_E.INT8, _E.UINT8, _E.INT16, _E.UINT16, _E.INT32, _E.UINT32, _E.INT4, _E.UINT4, _E.INT2, _E.UINT2)
-
-NF4_LEVELS: tuple[float, ...] = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
-"""The real value of each NF4 code (quantization/nf4, Lookup Table)."""
 
 
 def _fail(field: str, value: object, offset: int, rule: str) -> DescriptorError:

@@ -229,6 +229,10 @@ def test_indices_out_of_range() -> None:
         dequantize(descriptor, pool, block_table=TABLE + 1, seq_ptr=PTR, seq_lens=LENS, seq=0)
     with pytest.raises(DescriptorError, match="hold, 8"):
         dequantize(descriptor, pool, block_table=TABLE, seq_ptr=PTR, seq_lens=[9, 6, 0], seq=0)
+    with pytest.raises(DescriptorError, match="hold, 8"):
+        dequantize(descriptor, pool, block_table=TABLE, seq_ptr=PTR, seq_lens=[2**40, 6, 0], seq=0)
+    with pytest.raises(DescriptorError, match="length of block_table, 1"):
+        dequantize(descriptor, pool, block_table=TABLE[:1], seq_ptr=PTR, seq_lens=LENS, seq=0)
 
 
 def test_what_has_no_values() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from dataclasses import replace
 from typing import Any
@@ -438,3 +439,11 @@ def test_counts_are_integers(value: Any) -> None:
     with pytest.raises(DescriptorError) as caught:
         plain(page_size=value)
     assert caught.value.field == "page_size"
+
+
+def test_descriptors_and_their_errors_travel_between_processes() -> None:
+    assert pickle.loads(pickle.dumps(plain())) == plain()
+    with pytest.raises(DescriptorError) as caught:
+        decode(patched(BASE, 72, "B", 3))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.field, again.offset) == (str(caught.value), "kv_role", 72)

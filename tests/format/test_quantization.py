@@ -12,7 +12,6 @@ import pytest
 from hurray_rdma.format import (
     MXFP,
     NF4,
-    NF4_LEVELS,
     BufferEntry,
     Descriptor,
     DescriptorError,
@@ -117,15 +116,6 @@ def test_unknown_schemes_are_skipped_by_permissive_readers_only() -> None:
         decode_quantization(bytes([0xFF, 1, 0, 0]), strict=False)
     with pytest.raises(DescriptorError, match="never written"):
         encode_quantization(OpaqueScheme(0xF7, data))
-
-
-def test_nf4_levels() -> None:
-    assert len(NF4_LEVELS) == 16
-    assert NF4_LEVELS[0] == -1
-    assert NF4_LEVELS[7] == 0
-    assert NF4_LEVELS[15] == 1
-    assert list(NF4_LEVELS) == sorted(NF4_LEVELS)
-    assert all(struct.unpack("<f", struct.pack("<f", each))[0] == each for each in NF4_LEVELS)
 
 
 # Composition with block-paged.
