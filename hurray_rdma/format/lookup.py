@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,26 +14,6 @@ __all__ = ["element_index", "slot_index"]
 _Index = int | NDArray[np.int64]
 
 
-@overload
-def slot_index(
-    block_table: ArrayLike,
-    seq_ptr: ArrayLike,
-    *,
-    seq: int,
-    token: int,
-    page_size: int,
-    seq_lens: ArrayLike | None = ...,
-) -> int: ...
-@overload
-def slot_index(
-    block_table: ArrayLike,
-    seq_ptr: ArrayLike,
-    *,
-    seq: ArrayLike,
-    token: ArrayLike,
-    page_size: int,
-    seq_lens: ArrayLike | None = ...,
-) -> _Index: ...
 def slot_index(
     block_table: ArrayLike,
     seq_ptr: ArrayLike,
@@ -72,34 +52,6 @@ def slot_index(
     return int(slots) if slots.ndim == 0 else slots
 
 
-@overload
-def element_index(
-    block_table: ArrayLike,
-    seq_ptr: ArrayLike,
-    *,
-    seq: int,
-    token: int,
-    head: int,
-    dim: int,
-    page_size: int,
-    num_heads: int,
-    head_dim: int,
-    seq_lens: ArrayLike | None = ...,
-) -> int: ...
-@overload
-def element_index(
-    block_table: ArrayLike,
-    seq_ptr: ArrayLike,
-    *,
-    seq: ArrayLike,
-    token: ArrayLike,
-    head: ArrayLike,
-    dim: ArrayLike,
-    page_size: int,
-    num_heads: int,
-    head_dim: int,
-    seq_lens: ArrayLike | None = ...,
-) -> _Index: ...
 def element_index(
     block_table: ArrayLike,
     seq_ptr: ArrayLike,
