@@ -1,15 +1,21 @@
 """Paged caches in memory: what they look like, where their pages are, who holds them, and which sequences are in them.
 
 Knows spans of memory from the room below (`hurray_rdma.transport`) and the format; knows no peers and moves nothing.
+UCX is loaded when the first pool is made, not by importing this room.
 """
 
 from hurray_rdma.cache.allocator import Lease, LeaseState, PageAccounts, PageAllocator
+from hurray_rdma.cache.describe import spec_of
+from hurray_rdma.cache.groups import PoolGroups, SnapshotGroups
+from hurray_rdma.cache.keys import KEY_NBYTES, page_keys, snapshot_keys
 from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
 from hurray_rdma.cache.pool import PagePool
+from hurray_rdma.cache.resident import Resident, ResidentIndex
 from hurray_rdma.cache.snapshot import Snapshot
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 
 __all__ = [
+    "KEY_NBYTES",
     "CacheSpec",
     "Lease",
     "LeaseState",
@@ -18,8 +24,15 @@ __all__ = [
     "PageOrder",
     "PagePool",
     "Part",
+    "PoolGroups",
     "PoolLayout",
+    "Resident",
+    "ResidentIndex",
     "Segment",
     "Snapshot",
+    "SnapshotGroups",
+    "page_keys",
     "parts_of",
+    "snapshot_keys",
+    "spec_of",
 ]

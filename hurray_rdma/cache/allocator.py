@@ -112,6 +112,8 @@ class PageAllocator:
         """Per page, the leases that hold it, quarantined ones included."""
         self._suspects = np.zeros(num_pages, np.uint32)
         """Per page, the quarantined leases that hold it."""
+        self._births = np.zeros(num_pages, np.uint32)
+        """Per page, how often it was taken from the free ones: a page with another number has other content."""
         self._num_quarantined = 0
         self._leases: set[Lease] = set()
 
@@ -135,6 +137,7 @@ class PageAllocator:
             if count > len(self._free):
                 raise self._exhausted(count)
             page_ids = self._free.take(count)
+            self._births[page_ids] += np.uint32(1)
             return self._new_lease(page_ids, deadline)
 
     def never_fits(self, count: int, /) -> bool:
@@ -161,6 +164,39 @@ class PageAllocator:
                     "nobody holds the page", field=f"page_ids[{at}]", value=int(wanted[at]), fix="Lease pages first"
                 )
             return self._new_lease(wanted, deadline)
+
+    def births(self, page_ids: ArrayLike, /) -> NDArray[np.uint32]:
+        """How often each page was leased afresh, uint32 ``[count]``: remembered, it tells `retain_current` a page apart
+        from what it held before.
+
+        Raises:
+            GeometryError: a page ID is out of range or repeated.
+        """
+        wanted = self._checked_ids(page_ids)
+        with self._lock:
+            return self._births[wanted]
+
+    def retain_current(
+        self, page_ids: ArrayLike, births: NDArray[np.uint32], /, *, deadline: float | None = None
+    ) -> tuple[NDArray[np.bool_], Lease]:
+        """As `retain`, but leaves out pages that nobody holds any more, or that were leased afresh since.
+
+        Args:
+            page_ids: integers ``[count]``, none twice.
+            births: what `births` said when they held what is wanted, ``[count]``.
+            deadline: as of `Lease.deadline`.
+
+        Returns:
+            Which pages were retained, bool ``[count]``, and the lease of those.
+
+        Raises:
+            GeometryError: a page ID is out of range or repeated.
+        """
+        wanted = self._checked_ids(page_ids)
+        with self._lock:
+            held = self._holders[wanted] > self._suspects[wanted]
+            current = held & (self._births[wanted] == births)
+            return current, self._new_lease(wanted[current], deadline)
 
     def quarantine(self, lease: Lease, /, *, reason: str) -> None:
         """Takes the pages out of use, since a late write into them cannot be ruled out. Harmless unless ``HELD``."""

@@ -3,6 +3,7 @@
 Knows page IDs, strides and byte offsets; does no I/O, and knows neither asyncio nor UCX nor any device library.
 """
 
+from hurray_rdma.plan.elsewhere import rewrite_in_library
 from hurray_rdma.plan.keys import map_keys
 from hurray_rdma.plan.mapping import map_pages
 from hurray_rdma.plan.negotiate import check_pair, common_heads
@@ -25,5 +26,6 @@ __all__ = [
     "map_pages",
     "plan_transfer",
     "rewrite",
+    "rewrite_in_library",
     "valid_pages",
 ]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.errors import GeometryError
+from hurray_rdma.plan.tables import check_paired
 
 __all__ = ["Plan", "build_plan"]
 
@@ -67,12 +68,7 @@ def build_plan(
     Raises:
         GeometryError: the lists differ in length, or a stride is below the page.
     """
-    if len(src_page_ids) != len(dst_page_ids):
-        raise GeometryError(
-            f"must be the number of source pages {len(src_page_ids)}",
-            field="len(dst_page_ids)",
-            value=len(dst_page_ids),
-        )
+    check_paired(src_page_ids, dst_page_ids)
     for field, stride in (("src_stride_nbytes", src_stride_nbytes), ("dst_stride_nbytes", dst_stride_nbytes)):
         if stride < page_nbytes:
             raise GeometryError(f"is below the {page_nbytes} bytes of a page", field=field, value=stride)

@@ -99,12 +99,7 @@ def rewrite(
     Raises:
         GeometryError: the two lists differ in length, or the table names a page that is not among them.
     """
-    if len(src_page_ids) != len(dst_page_ids):
-        raise GeometryError(
-            f"must be the number of source pages {len(src_page_ids)}",
-            field="len(dst_page_ids)",
-            value=len(dst_page_ids),
-        )
+    check_paired(src_page_ids, dst_page_ids)
     if num_pages > _DENSE_FACTOR * len(block_table):
         place = np.searchsorted(src_page_ids, block_table)
         place[place == len(src_page_ids)] = 0
@@ -125,6 +120,16 @@ def rewrite(
 def look_up(values: NDArray[np.uint32], index: NDArray[np.int64]) -> NDArray[np.uint32]:
     """``values[index]`` for places that are known to exist: the fastest way that NumPy has."""
     return values.take(index, mode="clip")
+
+
+def check_paired(src_page_ids: NDArray[np.uint32], dst_page_ids: NDArray[np.uint32]) -> None:
+    """Raises GeometryError unless there is one destination page for each source page."""
+    if len(src_page_ids) != len(dst_page_ids):
+        raise GeometryError(
+            f"must be the number of source pages {len(src_page_ids)}",
+            field="len(dst_page_ids)",
+            value=len(dst_page_ids),
+        )
 
 
 def check_page_ids(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None:

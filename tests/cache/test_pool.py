@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hurray_rdma.cache import CacheSpec, PagePool, Segment
+from hurray_rdma.cache import CacheSpec, PagePool, Part, Segment
 from hurray_rdma.errors import GeometryError, RegistrationError
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, head_dim=4, page_size=3, dtype="float32")
@@ -195,3 +195,47 @@ def test_close_is_idempotent_and_views_stay_valid() -> None:
     with pytest.raises(RegistrationError, match=r"PagePool\.segment"):
         pool.segment("key", 0)
     assert "closed" in repr(pool)
+
+
+QUANTIZED = CacheSpec(
+    num_layers=2, num_heads=2, head_dim=4, page_size=4, dtype="int8", scale_dtype="float16", zero_points=True
+)
+
+
+def test_scales_and_zero_points_are_segments_of_the_pool() -> None:
+    with PagePool.allocate(QUANTIZED, PAGES) as pool:
+        assert len(pool.regions) == 1
+        assert (pool.scales("key", 1).shape, pool.scales("key", 1).dtype) == ((PAGES, 4), np.float16)
+        assert (pool.zero_points("key", 1).shape, pool.zero_points("key", 1).dtype) == ((PAGES, 4), np.int32)
+        pool.scales("value", 1)[3, 2] = 0.5
+        at = pool.segment("value", 1, part=Part.SCALES)
+        start = at.offset_nbytes + 3 * at.page_stride_nbytes + 2 * at.token_stride_nbytes
+        assert pool.regions[0].array()[start : start + 2].view(np.float16) == [0.5]
+        pool.layout.check_inside([pool.regions[0].nbytes])
+    with PagePool.allocate(SPEC, PAGES) as pool, pytest.raises(GeometryError, match="part = 'scales': the cache has"):
+        pool.scales("key", 0)
+
+
+def quantized(dtype: Any, *shape: int) -> dict[str, list[np.ndarray]]:
+    return {role: [np.zeros((PAGES, *shape), dtype) for _ in range(2)] for role in ("key", "value")}
+
+
+def test_scales_of_the_caller_are_registered_in_place() -> None:
+    scales, points = quantized(np.float16, 4), quantized(np.int32, 4)
+    with PagePool.from_arrays(QUANTIZED, quantized(np.int8, 4, 2, 4), scales=scales, zero_points=points) as pool:
+        assert len(pool.regions) == 12
+        assert pool.scales("value", 0) is scales["value"][0]
+        assert pool.zero_points("key", 1) is points["key"][1]
+        pool.layout.check_inside([region.nbytes for region in pool.regions])
+
+
+def test_scales_are_neither_forgotten_nor_uncalled_for() -> None:
+    pages, scales = quantized(np.int8, 4, 2, 4), quantized(np.float16, 4)
+    with pytest.raises(GeometryError, match="scales = None: the spec needs them"):
+        PagePool.from_arrays(QUANTIZED, pages)
+    with pytest.raises(GeometryError, match="zero_points = None: the spec needs them"):
+        PagePool.from_arrays(QUANTIZED, pages, scales=scales)
+    with pytest.raises(GeometryError, match=r"scales = .*: the spec has none"):
+        PagePool.from_arrays(SPEC, arrays(), scales=scales)
+    with pytest.raises(GeometryError, match=r"scales\['key'\]\[0\]\.dtype = 'float32': must be float16"):
+        PagePool.from_arrays(QUANTIZED, pages, scales=quantized(np.float32, 4), zero_points=quantized(np.int32, 4))

@@ -69,3 +69,32 @@ def test_unknown_places_are_refused() -> None:
         spec.index("key", 32)
     with pytest.raises(GeometryError, match="role = 'fused'"):
         spec.index("fused", 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": (0, 1)}, r"len\(layers\) = 2: must be num_layers 32"),
+        ({"num_layers": 2, "layers": (4, 4)}, r"layers = \(4, 4\): must ascend"),
+        ({"num_layers": 1, "layers": (-1,)}, r"layers = \(-1,\): must ascend"),
+        ({"head_offset": 1, "total_heads": 8}, "head_offset = 1: the cache's 8 heads .* below total_heads 8"),
+        ({"head_offset": -1}, "head_offset = -1"),
+        ({"zero_points": True}, "zero_points = True: zero points need scales"),
+        ({"scale_dtype": "float16"}, "dtype = 'bfloat16': must be one of int8"),
+        ({"dtype": "int8", "scale_dtype": "float64"}, "scale_dtype = 'float64'"),
+        ({"dtype": "int8", "scale_dtype": "float16", "page_size": 12}, "page_size = 12: must be a power of two"),
+    ],
+)
+def test_slices_groups_and_scales_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        CacheSpec(**(LLAMA | changes))
+
+
+def test_a_slice_of_heads_and_some_of_the_layers() -> None:
+    spec = CacheSpec(**(LLAMA | {"num_layers": 2, "layers": (5, 11), "num_heads": 2, "head_offset": 6}))
+    assert (spec.heads, spec.total_heads) == ((6, 8), 8)
+    assert spec.tensors == (("key", 5), ("value", 5), ("key", 11), ("value", 11))
+    assert spec.index("value", 11) == 3
+    with pytest.raises(GeometryError, match=r"layer = 6: must be one of \(5, 11\)"):
+        spec.index("key", 6)
+    assert CacheSpec(**LLAMA) == CacheSpec(**LLAMA, layers=tuple(range(32)), total_heads=8)
