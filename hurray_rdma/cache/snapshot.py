@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import Descriptor, DeviceTag, ElementType, PerBlockAffine
+from hurray_rdma.format import Descriptor, DeviceTag, ElementType, KvRole, PerBlockAffine
 
 __all__ = ["Snapshot"]
 
@@ -89,25 +89,23 @@ class Snapshot:
         They describe this snapshot's ``block_table`` and ``seq_ptr`` as they are.
         """
         spec = self.pool.spec
-        device_tag = DeviceTag.CPU if self.pool.device == "cpu" else DeviceTag.CUDA
-        return [
-            Descriptor.paged(
-                element_type=spec.element_type,
-                total_tokens=self.total_tokens,
-                num_heads=spec.num_heads,
-                head_dim=spec.head_dim,
-                page_size=spec.page_size,
-                num_pages=self.pool.num_pages,
-                num_seqs=self.num_seqs,
-                block_table_length=len(self.block_table),
-                kv_role=role,
-                layer_index=layer,
-                device_tag=device_tag,
-                alignment=_ALIGNMENT_NBYTES,
-                quantization=_quantization(spec),
-            )
-            for role, layer in spec.tensors
-        ]
+        (role, layer), *_ = spec.tensors
+        first = Descriptor.paged(
+            element_type=spec.element_type,
+            total_tokens=self.total_tokens,
+            num_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            page_size=spec.page_size,
+            num_pages=self.pool.num_pages,
+            num_seqs=self.num_seqs,
+            block_table_length=len(self.block_table),
+            kv_role=role,
+            layer_index=layer,
+            device_tag=DeviceTag.CPU if self.pool.device == "cpu" else DeviceTag.CUDA,
+            alignment=_ALIGNMENT_NBYTES,
+            quantization=_quantization(spec),
+        )
+        return list(first.for_tensors((KvRole[role.upper()], layer) for role, layer in spec.tensors))
 
     def tokens(self, role: str, *, layer: int, seq: int) -> Any:
         """A gathered copy of one sequence, ``[seq_len, num_heads, row_items]``, whatever the order inside pages.
