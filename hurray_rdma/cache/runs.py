@@ -8,7 +8,6 @@ neighbours always grow together again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,19 +46,21 @@ class FreeRuns:
 
         Page IDs ascend within each run.
         """
-        parts: list[NDArray[np.uint32]] = []
+        starts: list[int] = []
+        lengths: list[int] = []
         while count:
-            start = self._run_of_at_least(count)
-            if start is None:
-                start = self._run_of_longest_bucket()
-            length = self._length_at[start]
+            start, length = self._pop_run(count)
             taken = min(count, length)
-            self._remove(start, length)
             if taken < length:
                 self._add(start + taken, length - taken)
-            parts.append(np.arange(start, start + taken, dtype=np.uint32))
+            starts.append(start)
+            lengths.append(taken)
             count -= taken
-        return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+        sizes = np.array(lengths, np.int64)
+        before = np.cumsum(sizes) - sizes
+        shift = np.repeat(np.array(starts, np.int64) - before, sizes)
+        page_ids: NDArray[np.uint32] = (np.arange(len(shift)) + shift).astype(np.uint32)
+        return page_ids
 
     def give(self, page_ids: NDArray[np.uint32], /) -> None:
         """Gives pages back, each once; none may be free already."""
@@ -75,19 +76,36 @@ class FreeRuns:
                 length += after  # noqa: PLW2901 - and to the right
             self._add(start, length)
 
-    def _run_of_at_least(self, count: int) -> int | None:
+    def _pop_run(self, count: int) -> tuple[int, int]:
+        """Removes a run of at least ``count`` pages, a short one if found, else one of the longest: (start, length)."""
         own = count.bit_length()
-        if own < len(self._buckets):
-            for start in islice(self._buckets[own], _LOOKS_PER_BUCKET):
-                if self._length_at[start] >= count:
-                    return start
+        if own < len(self._buckets) and (fitting := self._pop_fitting(self._buckets[own], count)):
+            return fitting
         for bucket in self._buckets[own + 1 :]:
             if bucket:
-                return next(iter(bucket))
-        return None
+                return self._pop(bucket)
+        return self._pop(next(bucket for bucket in reversed(self._buckets) if bucket))
 
-    def _run_of_longest_bucket(self) -> int:
-        return next(next(iter(bucket)) for bucket in reversed(self._buckets) if bucket)
+    def _pop_fitting(self, bucket: dict[int, None], count: int) -> tuple[int, int] | None:
+        too_short: list[tuple[int, int]] = []
+        fitting = None
+        while bucket and fitting is None and len(too_short) < _LOOKS_PER_BUCKET:
+            start, length = self._pop(bucket)
+            if length >= count:
+                fitting = start, length
+            else:
+                too_short.append((start, length))
+        for start, length in too_short:
+            self._add(start, length)
+        return fitting
+
+    def _pop(self, bucket: dict[int, None]) -> tuple[int, int]:
+        # The last entry: a dictionary that lost its first entries is slow to find the first one left.
+        start, _ = bucket.popitem()
+        length = self._length_at.pop(start)
+        del self._start_before[start + length]
+        self._num_free -= length
+        return start, length
 
     def _add(self, start: int, length: int) -> None:
         self._length_at[start] = length

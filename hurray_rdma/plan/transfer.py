@@ -144,10 +144,7 @@ def plan_transfer(
             f"must be the {page_map.num_pages} pages of the offer", field="len(resident)", value=written.size
         )
     planner = _Planner(source, dest, page_map, page_ids, written, zero_tails=zero_tails)
-    moves = {
-        (role, layer): tuple(planner.move(role, layer, part) for part in parts_of(source.spec))
-        for role, layer in source.spec.tensors
-    }
+    moves = planner.moves()
     num_written = int(written.sum())
     programs = [move.program for each in moves.values() for move in each]
     return TransferPlan(
@@ -189,23 +186,41 @@ class _Planner:
         self._src_slots = page_map.unit_src_slots[units]
         self._pages = page_map.unit_pages[units]
         self._dst_slots = page_map.unit_dst_slots[units]
-        self._programs: dict[tuple[bool, int, Strides, Strides], Program] = {}
+        self._programs: dict[tuple[object, ...], Program] = {}
 
-    def move(self, role: str, layer: int, part: Part) -> Move:
-        src, dst = self._source.segment(role, layer, part=part), self._dest.segment(role, layer, part=part)
-        key = part is Part.PAGES, self._source.row_nbytes(part), _strides(src), _strides(dst)
-        if key not in self._programs:
-            self._programs[key] = self._program(*key)
-        return Move(
-            part=part,
-            src_region_index=src.region_index,
-            src_base_nbytes=src.offset_nbytes,
-            dst_region_index=dst.region_index,
-            dst_base_nbytes=dst.offset_nbytes,
-            program=self._programs[key],
+    def moves(self) -> dict[tuple[str, int], tuple[Move, ...]]:
+        """Every role of every layer of the source, in its order."""
+        source, dest = self._source, self._dest
+        parts = parts_of(source.spec)
+        count = len(parts)
+        tensors = source.spec.tensors
+        places = dict(zip(dest.spec.tensors, range(len(tensors)), strict=True))
+        found: dict[tuple[str, int], tuple[Move, ...]] = {}
+        for index, tensor in enumerate(tensors):
+            place = places[tensor]
+            src = source.segments[index * count : index * count + count]
+            dst = dest.segments[place * count : place * count + count]
+            found[tensor] = tuple(map(self._move, parts, src, dst))
+        return found
+
+    def _move(self, part: Part, src: Segment, dst: Segment) -> Move:
+        key = (
+            part,
+            src.page_stride_nbytes,
+            src.token_stride_nbytes,
+            src.head_stride_nbytes,
+            dst.page_stride_nbytes,
+            dst.token_stride_nbytes,
+            dst.head_stride_nbytes,
         )
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._program(part, _strides(src), _strides(dst))
+        return Move(part, src.region_index, src.offset_nbytes, dst.region_index, dst.offset_nbytes, program)
 
-    def _program(self, has_heads: bool, row_nbytes: int, src: Strides, dst: Strides, /) -> Program:
+    def _program(self, part: Part, src: Strides, dst: Strides) -> Program:
+        has_heads = part is Part.PAGES
+        row_nbytes = self._source.row_nbytes(part)
         first, last = self.heads if has_heads else (0, 1)
         src_head = (first - self._source.spec.head_offset) * src.head_nbytes if has_heads else 0
         dst_head = (first - self._dest.spec.head_offset) * dst.head_nbytes if has_heads else 0
