@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hurray_rdma.cache.allocator import PageAllocator
 from hurray_rdma.cache.arrays import Arrays, checked_views, part_dtype, part_shape, register_views, segment_of
 from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
+from hurray_rdma.cache.resident import ResidentIndex
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError, RegistrationError
 
@@ -36,6 +37,7 @@ class PagePool:
         self._regions = regions
         self._views = views
         self._allocator = PageAllocator(layout.num_pages)
+        self._resident = ResidentIndex(self._allocator)
         self._closed = False
 
     @classmethod
@@ -146,6 +148,11 @@ class PagePool:
     def allocator(self) -> PageAllocator:
         """Who holds which page."""
         return self._allocator
+
+    @property
+    def resident(self) -> ResidentIndex:
+        """Which complete pages are here, by the keys of their content."""
+        return self._resident
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hurray_rdma.cache import Part, PoolLayout, Segment, parts_of
+from hurray_rdma.cache import Part, PoolLayout, parts_of
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.pieces import MAX_OPERATIONS, Strides, Tile, make_tile, plans_of
-from hurray_rdma.plan.tables import check_distinct
+from hurray_rdma.plan.tables import check_distinct, look_up
 
 __all__ = ["Move", "Program", "TransferPlan", "plan_transfer"]
 
 Uint32 = NDArray[np.uint32]
 Offsets = NDArray[np.uint64]
+
+_STRIDES = attrgetter("page_stride_nbytes", "token_stride_nbytes", "head_stride_nbytes")
+"""Of a `Segment`, in the order of `Strides`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,13 +150,12 @@ def plan_transfer(
     planner = _Planner(source, dest, page_map, page_ids, written, zero_tails=zero_tails)
     moves = planner.moves()
     num_written = int(written.sum())
-    programs = [move.program for each in moves.values() for move in each]
     return TransferPlan(
         page_map=page_map,
         num_pages=num_written,
         num_resident=page_map.num_pages - num_written,
-        nbytes=sum(program.nbytes for program in programs),
-        zeros_nbytes=max((int(p.zeros.lengths.max()) for p in programs if p.zeros is not None), default=0),
+        nbytes=sum(move.program.nbytes for each in moves.values() for move in each),
+        zeros_nbytes=planner.zeros_nbytes(),
         heads=planner.heads,
         covers_dest=planner.heads == dest.spec.heads,
         _moves=moves,
@@ -186,46 +189,48 @@ class _Planner:
         self._src_slots = page_map.unit_src_slots[units]
         self._pages = page_map.unit_pages[units]
         self._dst_slots = page_map.unit_dst_slots[units]
-        self._programs: dict[tuple[object, ...], Program] = {}
+        self.programs: dict[tuple[object, ...], Program] = {}
 
     def moves(self) -> dict[tuple[str, int], tuple[Move, ...]]:
         """Every role of every layer of the source, in its order."""
-        source, dest = self._source, self._dest
-        parts = parts_of(source.spec)
+        parts = parts_of(self._source.spec)
         count = len(parts)
-        tensors = source.spec.tensors
-        places = dict(zip(dest.spec.tensors, range(len(tensors)), strict=True))
+        places = {tensor: count * place for place, tensor in enumerate(self._dest.spec.tensors)}
+        src_segments, dst_segments = self._source.segments, self._dest.segments
+        src_strides, dst_strides = (tuple(map(_STRIDES, each)) for each in (src_segments, dst_segments))
         found: dict[tuple[str, int], tuple[Move, ...]] = {}
-        for index, tensor in enumerate(tensors):
-            place = places[tensor]
-            src = source.segments[index * count : index * count + count]
-            dst = dest.segments[place * count : place * count + count]
-            found[tensor] = tuple(map(self._move, parts, src, dst))
+        for index, tensor in enumerate(self._source.spec.tensors):
+            moves = []
+            for number, part in enumerate(parts):
+                at, to = index * count + number, places[tensor] + number
+                program = self._program(part, src_strides[at], dst_strides[to])
+                src, dst = src_segments[at], dst_segments[to]
+                moves.append(
+                    Move(part, src.region_index, src.offset_nbytes, dst.region_index, dst.offset_nbytes, program)
+                )
+            found[tensor] = tuple(moves)
         return found
 
-    def _move(self, part: Part, src: Segment, dst: Segment) -> Move:
-        key = (
-            part,
-            src.page_stride_nbytes,
-            src.token_stride_nbytes,
-            src.head_stride_nbytes,
-            dst.page_stride_nbytes,
-            dst.token_stride_nbytes,
-            dst.head_stride_nbytes,
-        )
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._program(part, _strides(src), _strides(dst))
-        return Move(part, src.region_index, src.offset_nbytes, dst.region_index, dst.offset_nbytes, program)
+    def zeros_nbytes(self) -> int:
+        """The longest piece of zeros of any program."""
+        zeros = (program.zeros for program in self.programs.values())
+        return max((int(plan.lengths.max()) for plan in zeros if plan is not None), default=0)
 
-    def _program(self, part: Part, src: Strides, dst: Strides) -> Program:
+    def _program(self, part: Part, src_strides: tuple[int, ...], dst_strides: tuple[int, ...]) -> Program:
+        key = part, src_strides, dst_strides
+        program = self.programs.get(key)
+        if program is None:
+            program = self.programs[key] = self._new_program(part, Strides(*src_strides), Strides(*dst_strides))
+        return program
+
+    def _new_program(self, part: Part, src: Strides, dst: Strides) -> Program:
         has_heads = part is Part.PAGES
         row_nbytes = self._source.row_nbytes(part)
         first, last = self.heads if has_heads else (0, 1)
         src_head = (first - self._source.spec.head_offset) * src.head_nbytes if has_heads else 0
         dst_head = (first - self._dest.spec.head_offset) * dst.head_nbytes if has_heads else 0
         src_places = _places(self._src_pages, self._src_slots, src, src_head)
-        dst_places = _places(self._page_ids[self._pages], self._dst_slots, dst, dst_head)
+        dst_places = _places(look_up(self._page_ids, self._pages.astype(np.int64)), self._dst_slots, dst, dst_head)
         tiles = tuple(
             make_tile(
                 src_places[units],
@@ -287,10 +292,6 @@ class _Planner:
             num_pages=len(partial),
             nbytes=sum(plan.nbytes for plan in plans),
         )
-
-
-def _strides(segment: Segment) -> Strides:
-    return Strides(segment.page_stride_nbytes, segment.token_stride_nbytes, segment.head_stride_nbytes)
 
 
 def _places(pages: Uint32, slots: Uint32, strides: Strides, head_nbytes: int) -> Offsets:
