@@ -177,6 +177,7 @@ def _nested(rows: Rows, limit: int, dialect: Dialect | None) -> None:
     last = inner.fields[-1]
     rows.at = last.offset + len(last.raw)
     if inner.name == "not a descriptor":
+        rows.rest("rest", "not read: where the descriptor ends cannot be told")
         raise CutError
 
 

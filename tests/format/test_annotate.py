@@ -206,6 +206,14 @@ def test_broken_messages(data: bytes, says: str) -> None:
     assert says in str(told.problem)
 
 
+def test_the_bytes_behind_what_is_no_descriptor_are_shown_too() -> None:
+    payload = text("k") + struct.pack("<I", 133) + bytes(133) + struct.pack("<Q", 664)
+    told = annotate(message(7, payload) + message(10))
+    assert [each.verdict for each in told] == ["reject", "accept"]
+    assert whole(told) == message(7, payload) + message(10)
+    assert told[0].fields[-1].raw == struct.pack("<Q", 664)
+
+
 @given(st.binary(max_size=300))
 def test_any_bytes_are_shown_whole_until_they_make_no_sense(data: bytes) -> None:
     shown = whole(annotate(data))
