@@ -54,6 +54,7 @@ def dequantize(
     Raises:
         DescriptorError: a buffer is missing or of the wrong size, an index or parameter is out of range, or the
             scheme has no paging rule.
+        GeometryError: numpy has no such element type (float128).
     """
     d = descriptor
     if d.findings:

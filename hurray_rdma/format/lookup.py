@@ -12,6 +12,7 @@ from hurray_rdma.errors import DescriptorError
 __all__ = ["element_index", "slot_index"]
 
 _Index = int | NDArray[np.int64]
+_MOST_SLOTS = 1 << 62
 
 
 def slot_index(
@@ -36,19 +37,26 @@ def slot_index(
         int for scalars, int64 array otherwise.
 
     Raises:
-        DescriptorError: a sequence or token is out of range, naming the first.
+        DescriptorError: a sequence, token or page ID is out of range, naming the first.
     """
     table, pointers = np.asarray(block_table), np.asarray(seq_ptr)
     seqs, tokens = np.broadcast_arrays(_index("seq", seq), _index("token", token))
     _need_below("seq", seqs, len(pointers) - 1, "the number of sequences")
+    if seq_lens is not None:
+        lengths = np.asarray(seq_lens)
+        _need_below("seq", seqs, len(lengths), "the number of seq_lens")
+        _need_below("token", tokens, lengths[seqs].astype(np.int64), "seq_lens of the sequence")
     starts, ends = pointers[seqs].astype(np.int64), pointers[seqs + 1].astype(np.int64)
-    if seq_lens is None:
-        _need_below("token", tokens, (ends - starts) * page_size, "the tokens that the sequence's pages hold")
-    else:
-        _need_below("token", tokens, np.asarray(seq_lens)[seqs].astype(np.int64), "seq_lens of the sequence")
+    _need_below("token", tokens, (ends - starts) * page_size, "the tokens that the sequence's pages hold")
     positions = starts + tokens // page_size
     _need_below("block_table position", positions, len(table), "the length of block_table")
-    slots = table[positions].astype(np.int64) * page_size + tokens % page_size
+    pages = table[positions]
+    limit = _MOST_SLOTS // page_size  # so that a page ID that no pool has cannot wrap around to one that it has
+    if np.any(pages > limit):
+        first = int(np.argmax(pages > limit))
+        at = f"block_table[{positions.flat[first]}]"
+        raise DescriptorError(f"no page ID is above {limit}", field=at, value=int(pages.flat[first]))
+    slots = pages.astype(np.int64) * page_size + tokens % page_size
     return int(slots) if slots.ndim == 0 else slots
 
 

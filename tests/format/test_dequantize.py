@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import (
     NF4,
     BufferEntry,
@@ -227,6 +228,9 @@ def test_indices_out_of_range() -> None:
             run(descriptor, pool, seq)
     with pytest.raises(DescriptorError, match="outside the pool of 24 slots"):
         dequantize(descriptor, pool, block_table=TABLE + 1, seq_ptr=PTR, seq_lens=LENS, seq=0)
+    with pytest.raises(DescriptorError, match=r"block_table\[0\]"):  # times page_size it would be slot 0 in 64 bits
+        far = np.array([2**62, 2, 5, 0, 1], np.uint64)
+        dequantize(descriptor, pool, block_table=far, seq_ptr=PTR, seq_lens=LENS, seq=0)
     with pytest.raises(DescriptorError, match="hold, 8"):
         dequantize(descriptor, pool, block_table=TABLE, seq_ptr=PTR, seq_lens=[9, 6, 0], seq=0)
     with pytest.raises(DescriptorError, match="hold, 8"):
@@ -236,6 +240,8 @@ def test_indices_out_of_range() -> None:
 
 
 def test_what_has_no_values() -> None:
+    with pytest.raises(GeometryError, match="float128"):
+        run(described("float128", None), np.zeros(144 * 16, np.uint8), 0)
     private = described(ExtensionType(0xF0, 8), None)
     with pytest.raises(DescriptorError, match="private types"):
         run(private, np.zeros(144, np.uint8), 0)

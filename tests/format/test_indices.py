@@ -132,6 +132,20 @@ def test_the_lookup_takes_arrays() -> None:
     assert np.array_equal(flat, [[(33) * 2 * 4, 33 * 2 * 4 + 4]])
 
 
+def test_a_page_id_that_no_pool_has_does_not_wrap_around() -> None:
+    for table in (np.array([1, 2**62], np.uint64), np.array([1, 2**64 - 1], np.uint64), np.array([1, 2**62])):
+        with pytest.raises(DescriptorError) as caught:
+            slot_index(table, [0, 2], seq=0, token=[0, 4], page_size=4)
+        assert (caught.value.field, caught.value.value) == ("block_table[1]", int(table[1]))
+
+
+def test_lengths_that_do_not_fit_lead_nowhere() -> None:
+    with pytest.raises(DescriptorError, match="number of seq_lens, 1"):
+        slot_index([0, 1], [0, 1, 2], seq=1, token=0, page_size=4, seq_lens=[4])
+    with pytest.raises(DescriptorError, match="pages hold, 4"):  # token 6 would be one of sequence 1
+        slot_index([0, 1], [0, 1, 2], seq=0, token=6, page_size=4, seq_lens=[8, 0])
+
+
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
