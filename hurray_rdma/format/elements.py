@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from hurray_rdma.errors import DescriptorError
+from hurray_rdma.format.finding import is_integer
 from hurray_rdma.format.tags import grade, is_private
 
 __all__ = ["ElementType", "ExtensionType"]
@@ -155,7 +156,9 @@ class ExtensionType:
     def __post_init__(self) -> None:
         if not is_private(self.tag):
             raise DescriptorError("a private type tag lies in 0xF0..0xFE", field="type_tag", value=self.tag)
-        if self.bit_width not in (1, 2, 4) and (self.bit_width % 8 or not 0 < self.bit_width < 1 << 32):
+        if not is_integer(self.bit_width) or (
+            self.bit_width not in (1, 2, 4) and (self.bit_width % 8 or not 0 < self.bit_width < 1 << 32)
+        ):
             raise _extension_error(
                 "bit_width", self.bit_width, 0, "the width of a private type is 1, 2, 4 or a multiple of 8"
             )
@@ -167,7 +170,7 @@ class ExtensionType:
             ("exponent_bias", 12, 0xFFFFFFFF),
         ):
             value = getattr(self, name)
-            if not 0 <= value <= limit:
+            if not is_integer(value) or not 0 <= value <= limit:
                 raise _extension_error(name, value, offset, f"must lie in 0..{limit}")
         if self.is_float:
             if self.is_signed:

@@ -41,6 +41,11 @@ class Finding:
         return DescriptorError(self.rule, field=self.field, value=self.value, offset=self.offset, fix=self.fix)
 
 
+def is_integer(value: object) -> bool:
+    """Whether a caller's value is an integer, Python's or numpy's, and not a float or text."""
+    return hasattr(value, "__index__")
+
+
 def settle(findings: Iterable[Finding], *, strict: bool) -> tuple[Finding, ...]:
     """Raise the first finding that may not stand; return those that may.
 

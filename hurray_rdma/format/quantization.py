@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from struct import Struct, pack, unpack
+from struct import error as StructError  # noqa: N812 - it is an exception
 from typing import Any, ClassVar
 
 from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.cursor import BytesLike, Cursor
 from hurray_rdma.format.elements import ElementType
+from hurray_rdma.format.finding import is_integer
 from hurray_rdma.format.tags import grade
 
 __all__ = [
@@ -46,13 +48,13 @@ def _fail(field: str, value: object, offset: int, rule: str) -> DescriptorError:
     return DescriptorError(rule, field=f"quantization.{field}", value=value, offset=offset)
 
 
-def _need_u32(field: str, value: int, offset: int, limit: int = 0xFFFFFFFF) -> None:
-    if not 0 <= value <= limit:
-        raise _fail(field, value, offset, f"must lie in 0..{limit}")
+def _need_u32(field: str, value: int, offset: int) -> None:
+    if not is_integer(value) or not 0 <= value <= 0xFFFFFFFF:
+        raise _fail(field, value, offset, f"must be an integer in 0..{0xFFFFFFFF}")
 
 
 def _need_block_size(value: int, smallest: int, largest: int) -> None:
-    if not smallest <= value <= largest or value & (value - 1):
+    if not is_integer(value) or not smallest <= value <= largest or value & (value - 1):
         raise _fail("block_size", value, 8, f"must be a power of two in {smallest}..{largest}")
 
 
@@ -77,11 +79,13 @@ class PerTensorAffine:
             scale = unpack("<f", pack("<f", self.scale))[0]
         except OverflowError:
             scale = math.inf
+        except StructError:
+            raise _fail("scale", self.scale, 4, "the scale must be a number") from None
         if not math.isfinite(scale) or scale == 0:
             raise _fail("scale", self.scale, 4, "the scale must be finite and not zero in float32")
         object.__setattr__(self, "scale", scale)
-        if not -(1 << 31) <= self.zero_point < 1 << 31:
-            raise _fail("zero_point", self.zero_point, 8, "must fit int32")
+        if not is_integer(self.zero_point) or not -(1 << 31) <= self.zero_point < 1 << 31:
+            raise _fail("zero_point", self.zero_point, 8, "must be an integer that fits int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ class PerBlockAffine:
         if self.zero_point_buffer_index is not None:
             _need_u32("zero_point_buffer_index", self.zero_point_buffer_index, 16)
         if self.scale_type not in (_E.FLOAT16, _E.BFLOAT16, _E.FLOAT32):
-            raise _fail("scale_type_tag", int(self.scale_type), 20, "scales must be float16, bfloat16 or float32")
+            raise _fail("scale_type_tag", self.scale_type, 20, "scales must be float16, bfloat16 or float32")
         object.__setattr__(self, "scale_type", ElementType(self.scale_type))
 
 
@@ -230,7 +234,7 @@ def decode_quantization(data: BytesLike, *, strict: bool = True) -> Quantization
     Raises:
         DescriptorError: a field breaks its rule; offsets count from the first byte of ``data``.
     """
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
     cursor = Cursor(view, limit=len(view), what="quantization_length")
     tag, version, flags = cursor.unpack(HEAD, "quantization.scheme_tag")
     decoder = _DECODERS.get(tag)

@@ -12,6 +12,7 @@ from struct import Struct
 from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.cursor import Cursor
 from hurray_rdma.format.elements import ExtensionType
+from hurray_rdma.format.finding import is_integer
 from hurray_rdma.format.tags import MemberRole
 
 __all__ = ["Statistics"]
@@ -52,8 +53,8 @@ class Statistics:
             raise DescriptorError(rule, field=f"statistics.{name}", value=value, offset=offset)
 
     def _violations(self) -> Iterator[tuple[str, object, int, str]]:
-        if self.nnz is not None and not 0 <= self.nnz < 1 << 64:
-            yield "nnz", self.nnz, 8, "must fit uint64"
+        if self.nnz is not None and (not is_integer(self.nnz) or not 0 <= self.nnz < 1 << 64):
+            yield "nnz", self.nnz, 8, "must be an integer that fits uint64"
         if self.sparsity_ratio is not None and not 0 <= self.sparsity_ratio <= 1:
             yield "sparsity_ratio", self.sparsity_ratio, 16, "must lie in 0..1"
         if self.moments is not None and not self.moments[1] >= 0:

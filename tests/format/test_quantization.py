@@ -118,6 +118,29 @@ def test_unknown_schemes_are_skipped_by_permissive_readers_only() -> None:
         encode_quantization(OpaqueScheme(0xF7, data))
 
 
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: PerTensorAffine("x"), "scale"),  # type: ignore[arg-type]
+        (lambda: PerTensorAffine(0.5, 1.5), "zero_point"),  # type: ignore[arg-type]
+        (lambda: PerChannelAffine(1.0, 3), "axis"),  # type: ignore[arg-type]
+        (lambda: PerChannelAffine(1, 3, 4.0), "zero_point_buffer_index"),  # type: ignore[arg-type]
+        (lambda: PerBlockAffine(0, 16.0, 3), "block_size"),  # type: ignore[arg-type]
+        (lambda: PerBlockAffine(0, 16, 3, None, "f2"), "scale_type_tag"),  # type: ignore[arg-type]
+        (lambda: NF4(2, 64, "3"), "scale_buffer_index"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_number_is_named_before_it_is_written(make: Any, field: str) -> None:
+    with pytest.raises(DescriptorError) as caught:
+        make()
+    assert caught.value.field == f"quantization.{field}"
+
+
+def test_a_section_in_a_view_of_wide_items() -> None:
+    data = encode_quantization(PerTensorAffine(0.5, -3))
+    assert decode_quantization(memoryview(data).cast("I")) == PerTensorAffine(0.5, -3)
+
+
 # Composition with block-paged.
 
 
