@@ -61,7 +61,7 @@ def descriptor_length(prefix: BytesLike, *, max_nbytes: int | None = None) -> in
     Raises:
         DescriptorError: too few bytes, wrong magic, unsupported version, length below 20 or above ``max_nbytes``.
     """
-    view = memoryview(prefix)
+    view = memoryview(prefix).cast("B")
     magic, major, _minor, length = Cursor(view, limit=len(view), what="the end of the data").unpack(_PREFIX, "magic")
     if magic != MAGIC:
         raise _error("magic", bytes(magic), 0, "a descriptor starts with b'HRRY'")
@@ -324,7 +324,8 @@ def _is_composite_head(view: memoryview, length: int, flags: int, rank: int) -> 
     if length != expected:
         return False
     composition_rule, _combine_op, reserved, _members, buffer_count = _HEAD_FIELDS.unpack_from(view, fields_at)
-    return composition_rule in (1, 2, 3) and reserved == 0 and buffer_count == 0
+    known = composition_rule in (1, 2, 3) or is_private(composition_rule)
+    return known and reserved == 0 and buffer_count == 0
 
 
 def _fixed_error(field: str, value: object, rule: str) -> DescriptorError:

@@ -12,7 +12,7 @@ from operator import index
 from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.buffers import DEVICE_ALIGNMENT, BufferEntry
 from hurray_rdma.format.elements import ElementType, ExtensionType
-from hurray_rdma.format.finding import Finding, settle
+from hurray_rdma.format.finding import Finding, is_integer, settle
 from hurray_rdma.format.quantization import PerBlockAffine, PerChannelAffine, Quantization
 from hurray_rdma.format.rules import violations
 from hurray_rdma.format.sections import Statistics
@@ -162,8 +162,8 @@ class Descriptor:
         """
         if not isinstance(kv_role, KvRole):
             raise DescriptorError("must be a KvRole", field="kv_role", value=kv_role, offset=72)
-        if layer_index is not None and not 0 <= layer_index < 0xFFFFFFFF:
-            rule = "must lie in 0..4294967294; None is not layer-scoped"
+        if layer_index is not None and (not is_integer(layer_index) or not 0 <= layer_index < 0xFFFFFFFF):
+            rule = "must be an integer in 0..4294967294; None is not layer-scoped"
             raise DescriptorError(rule, field="layer_index", value=layer_index, offset=73)
         other = object.__new__(type(self))
         put = object.__setattr__

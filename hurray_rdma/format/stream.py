@@ -17,7 +17,7 @@ from hurray_rdma.format.tags import Dialect, DialectName
 __all__ = ["MAX_DESCRIPTOR_NBYTES", "DescriptorReader", "iter_descriptors"]
 
 MAX_DESCRIPTOR_NBYTES = 65536
-"""Default limit of one descriptor; the largest that the fields of version 1.0 can make is below 5 KiB."""
+"""Default limit of one descriptor; the fields of version 1.0 with 255 buffers take less than 5 KiB, padding apart."""
 
 
 def iter_descriptors(
@@ -53,11 +53,14 @@ def iter_descriptors(
 class DescriptorReader:
     """Reads descriptors from a byte stream that arrives in pieces, such as a socket's.
 
-    ``wanted`` says how many bytes may be read without going beyond the current descriptor; feed them as they come::
+    ``wanted`` says how many bytes may be read without going beyond the current descriptor; feed them as they come, and
+    say when there are no more::
 
         reader = DescriptorReader(dialect="adr-024", max_nbytes=4096)
-        while (descriptor := reader.feed(sock.recv(reader.wanted))) is None:
-            ...
+        while piece := sock.recv(reader.wanted):
+            if (descriptor := reader.feed(piece)) is not None:
+                ...
+        reader.finish()
 
     The length is checked against the limit before anything behind it is asked for, so a peer cannot make it hold more
     than ``max_nbytes``.
@@ -89,10 +92,11 @@ class DescriptorReader:
         Raises:
             DescriptorError: more bytes than wanted, or the descriptor is bad or too long.
         """
-        if len(data) > self.wanted:
+        piece = memoryview(data).cast("B")
+        if len(piece) > self.wanted:
             rule = f"the reader wants {self.wanted} bytes, and would lose what lies behind them"
-            raise DescriptorError(rule, field="data", value=len(data))
-        self._held += data
+            raise DescriptorError(rule, field="data", value=len(piece))
+        self._held += piece
         if self._length is None and len(self._held) == PREFIX_NBYTES:
             self._length = descriptor_length(self._held, max_nbytes=self._max_nbytes)
         if len(self._held) != self._length:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,8 +54,8 @@ def test_encode_many_notices_other_differences() -> None:
     assert encode_many([]) == b""
 
 
-@pytest.mark.parametrize(("role", "layer"), [(KvRole.KEY, -1), (KvRole.KEY, 0xFFFFFFFF), (1, 0)])
-def test_for_tensor_checks_what_it_changes(role: KvRole, layer: int) -> None:
+@pytest.mark.parametrize(("role", "layer"), [(KvRole.KEY, -1), (KvRole.KEY, 0xFFFFFFFF), (KvRole.KEY, 1.5), (1, 0)])
+def test_for_tensor_checks_what_it_changes(role: KvRole, layer: Any) -> None:
     with pytest.raises(DescriptorError):
         ONE.for_tensor(kv_role=role, layer_index=layer)
 
@@ -110,6 +112,32 @@ def test_a_reader_wants_no_more_than_it_can_use_and_notices_the_end() -> None:
     assert reader.wanted == 123
     with pytest.raises(DescriptorError, match="123 bytes before"):
         reader.finish()
+
+
+def test_a_socket_is_read_descriptor_by_descriptor_to_its_end() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(encode_many(MANY[:3]))
+        theirs.shutdown(socket.SHUT_WR)
+        reader, found = DescriptorReader(dialect="adr-024", max_nbytes=4096), []
+        while piece := ours.recv(reader.wanted):
+            if (descriptor := reader.feed(piece)) is not None:
+                found.append(descriptor)
+        reader.finish()
+    assert found == list(MANY[:3])
+
+
+def test_views_of_wide_items_count_in_bytes() -> None:
+    def view(data: bytes) -> memoryview:
+        return memoryview(data).cast("H")
+
+    data = encode(ONE)
+    assert descriptor_length(view(data[:12])) == 133
+    reader = DescriptorReader()
+    with pytest.raises(DescriptorError, match="wants 10"):
+        reader.feed(view(data[:20]))
+    reader.feed(view(data[:10]))
+    assert reader.wanted == 123
 
 
 def test_the_length_is_known_from_ten_bytes() -> None:

@@ -188,6 +188,13 @@ def test_a_composite_head_is_rejected_by_name(rank: int, dialect: Any) -> None:
         decode(head, dialect=dialect)
 
 
+def test_a_composite_head_with_a_private_rule_is_one_too() -> None:
+    body = struct.pack("<QQQBBHIB", 9, 2, 0, 0xF1, 0, 0, 2, 0)
+    head = b"HRRY\x01\x00" + struct.pack("<IIBBI", 20 + len(body), 0, 0x01, 0x0B, 2) + body
+    with pytest.raises(DescriptorError, match="composite head"):
+        decode(head)
+
+
 def test_unknown_dialect() -> None:
     with pytest.raises(DescriptorError, match=r"adr-024, hurray-0\.2"):
         encode(plain(), dialect="hurray-0.3")  # type: ignore[arg-type]
@@ -397,6 +404,20 @@ def test_statistics_keep_their_rules(offset: int, code: str, value: Any) -> None
     data = encode(plain(statistics=FULL))
     with pytest.raises(DescriptorError, match=r"statistics\."):
         decode(patched(data, 133 + offset, code, value))
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Statistics(nnz=1.5), "statistics.nnz"),  # type: ignore[arg-type]
+        (lambda: ExtensionType(0xF0, 8.0), "extension_type.bit_width"),  # type: ignore[arg-type]
+        (lambda: ExtensionType(0xF0, 8, is_float=True, mantissa_bits=1.5), "extension_type.mantissa_bits"),  # type: ignore[arg-type]
+    ],
+)
+def test_fields_of_sections_are_integers(make: Any, field: str) -> None:
+    with pytest.raises(DescriptorError) as caught:
+        make()
+    assert caught.value.field == field
 
 
 def test_values_whose_mask_bit_is_clear_are_unknown_whatever_their_bytes() -> None:
