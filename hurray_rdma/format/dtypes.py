@@ -36,6 +36,7 @@ _NUMPY: dict[ElementType, np.dtype[Any]] = {
     for each in ElementType
     if each is not _E.FLOAT128
 }
+_TORCH_PACKED = {_E.FLOAT4_E2M1: "float4_e2m1fn_x2"}
 _BY_LIBRARY_NAME: dict[str, ElementType] = {dtype.name: each for each, dtype in _NUMPY.items()}
 _BY_WIRE_NAME: dict[str, ElementType] = {each.wire_name: each for each in ElementType}
 _DLPACK_CODES = {
@@ -78,15 +79,20 @@ def storage_dtype(element_type: ElementType | str) -> np.dtype[Any]:
 def torch_dtype(element_type: ElementType | str) -> Any:
     """The ``torch.dtype`` of an element type. Imports torch.
 
+    Of the packed types only float4_e2m1 has one, ``torch.float4_e2m1fn_x2``: an item holds two elements, the first in
+    the low nibble, as here. Torch's bool takes a byte and its int4 and the like hold no values, so they are not used.
+
     Raises:
-        GeometryError: this torch has none; packed types have none.
+        GeometryError: this torch has none.
         DescriptorError: the name is no element type.
         ImportError: torch is not installed.
     """
     element_type = _named(element_type)
     torch = import_module("torch")
     name = _ML_NAMES.get(element_type, element_type.wire_name)
-    dtype = None if element_type.is_packed else getattr(torch, name, None)
+    if element_type.is_packed:
+        name = _TORCH_PACKED.get(element_type, "")
+    dtype = getattr(torch, name, None) if name else None
     if dtype is None:
         raise _missing(element_type, "torch", "Keep the packed or private bytes in a torch.uint8 tensor")
     return dtype
@@ -138,13 +144,21 @@ def element_type_of(dtype: object) -> ElementType:
     elif isinstance(dtype, str):
         found = _BY_WIRE_NAME.get(dtype) or _BY_LIBRARY_NAME.get(dtype)
     elif type(dtype).__module__.partition(".")[0] == "torch":
-        found = _BY_LIBRARY_NAME.get(str(dtype).removeprefix("torch."))
+        found = _from_torch(str(dtype).removeprefix("torch."))
     elif dtype is not None:
         found = _from_numpy(dtype)
     if found is None:
         known = ", ".join(each.wire_name for each in ElementType)
         raise GeometryError(f"the format has no such element type; it has {known}", field="dtype", value=str(dtype))
     return found
+
+
+def _from_torch(name: str) -> ElementType | None:
+    for packed, theirs in _TORCH_PACKED.items():
+        if name == theirs:
+            return packed
+    found = _BY_LIBRARY_NAME.get(name)
+    return None if found is None or found.is_packed else found
 
 
 def _from_numpy(dtype: object) -> ElementType | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -98,8 +99,32 @@ def test_dlpack(name: str, told: tuple[int, int, int]) -> None:
     assert element_type_of(told) is ElementType.from_name(name)
 
 
-def test_dlpack_agrees_with_what_numpy_exports() -> None:
-    assert np.zeros(1, np.float32).__dlpack_device__() == (1, 0)
+class _DLTensor(ctypes.Structure):
+    """The head of DLManagedTensor, as in dlpack.h, up to its dtype."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"],
+)
+def test_dlpack_agrees_with_what_numpy_exports(name: str) -> None:
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    capsule = np.zeros(1, numpy_dtype(name)).__dlpack__()
+    exported = _DLTensor.from_address(pointer_of(capsule, b"dltensor"))
+    assert dlpack_type(name) == (exported.code, exported.bits, exported.lanes)
+
+
+def test_what_dlpack_and_the_format_do_not_share() -> None:
     with pytest.raises(GeometryError, match="bool"):
         dlpack_type("bool")
     with pytest.raises(GeometryError):
@@ -121,23 +146,41 @@ _FakeTorchDtype.__module__ = "torch"
 
 def test_torch_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = ModuleType("torch")
-    names = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8", "int64", "bool")
+    names = (
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "uint8",
+        "int64",
+        "float4_e2m1fn_x2",
+        "bool",
+        "int4",
+    )
     torch.__dict__.update({name: _FakeTorchDtype(name) for name in names})
     monkeypatch.setitem(sys.modules, "torch", torch)
-    for name in names[:-1]:
+    for name in names[:-2]:
         element_type = element_type_of(torch.__dict__[name])
         assert torch_dtype(element_type) is torch.__dict__[name]
     for missing in ("float8_e8m0", "float128", "int4", "bool"):
         with pytest.raises(GeometryError, match=r"torch\.uint8"):
             torch_dtype(missing)
-    with pytest.raises(GeometryError):
-        element_type_of(_FakeTorchDtype("qint8"))
+    assert torch_dtype("float4_e2m1") is torch.__dict__["float4_e2m1fn_x2"]
+    for foreign in ("qint8", "bool", "int4", "float4_e2m1fn"):  # torch's bool takes a byte, the format's a bit
+        with pytest.raises(GeometryError):
+            element_type_of(_FakeTorchDtype(foreign))
 
 
 def test_torch_itself() -> None:
-    pytest.importorskip("torch")
-    for name in ("bfloat16", "float8_e4m3", "float32", "int8", "uint8"):
-        assert element_type_of(torch_dtype(name)) is ElementType.from_name(name)
+    torch = pytest.importorskip("torch")
+    for element_type in ElementType:
+        if element_type.is_packed or element_type is ElementType.FLOAT128:
+            continue
+        if not hasattr(torch, numpy_dtype(element_type).name):  # float8_e8m0 is younger than the oldest torch we take
+            continue
+        dtype = torch_dtype(element_type)
+        assert element_type_of(dtype) is element_type
+        assert dtype.itemsize == numpy_dtype(element_type).itemsize
 
 
 def test_other_objects_are_no_dtypes() -> None:
