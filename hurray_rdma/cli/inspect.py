@@ -61,23 +61,27 @@ def _read(source: str) -> bytes:
         return _unhex(sys.stdin.buffer.read())
     path = Path(source)
     try:
-        if path.is_file():
+        if path.exists() and not path.is_dir():  # a pipe is a file too
             return _unhex(path.read_bytes())
     except OSError as error:  # also a name too long for a file, as a long hex string is
         if not _spells_bytes(source):
             raise ConfigError(f"cannot be read: {error.strerror}", field="source", value=source) from error
     if not _spells_bytes(source):
         raise ConfigError("is neither a file, nor -, nor an even number of hex digits", field="source", value=source)
-    return bytes.fromhex(source.translate(_SEPARATORS).removeprefix("0x"))
+    return bytes.fromhex(_digits(source))
 
 
 def _unhex(data: bytes) -> bytes:
     text = data.decode("ascii", "replace")
-    return bytes.fromhex(text.translate(_SEPARATORS).removeprefix("0x")) if _spells_bytes(text) else data
+    return bytes.fromhex(_digits(text)) if _spells_bytes(text) else data
+
+
+def _digits(text: str) -> str:
+    return text.translate(_SEPARATORS).removeprefix("0x").removeprefix("0X")
 
 
 def _spells_bytes(text: str) -> bool:
-    digits = text.translate(_SEPARATORS).removeprefix("0x")
+    digits = _digits(text)
     return bool(digits) and len(digits) % 2 == 0 and _HEX.issuperset(digits)
 
 

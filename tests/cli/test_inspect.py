@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,17 @@ def test_a_file_a_pipe_and_hex_say_the_same(tmp_path: Path) -> None:
     assert "reject" not in told
     for others in (run(DATA.hex()), run("-", stdin=DATA), run("-", stdin=DATA.hex().encode()), run(str(text))):
         assert others == (code, told)
+
+
+def test_a_named_pipe_is_a_file_too(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(DATA,), daemon=True)
+    writer.start()
+    code, told = run(str(pipe))
+    writer.join(timeout=10)
+    assert code == 0
+    assert told == run("0X" + DATA.hex())[1]
 
 
 def test_a_broken_rule_is_shown_in_its_row_and_fails_the_command() -> None:
