@@ -111,7 +111,7 @@ class Session(ABC):
     def receive(self, data: bytes, now: float) -> list[Event]:
         """Take bytes from the peer, in any split. Never raises on account of the bytes."""
         events: list[Event] = []
-        if self.is_closed:
+        if self.is_closed or not data:
             return events
         self._last_heard = now
         try:

@@ -1,0 +1,349 @@
+"""Messages to bytes and back: literal bytes for the format's own messages, and any bytes at the decoder."""
+
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hurray_rdma.control.codes import Capability, ErrorCode
+from hurray_rdma.control.exchange import Abort, Grant, Offer, Pool, PoolRegion, PoolSegment, Quiet, SessionMessage
+from hurray_rdma.control.framing import FrameDecoder, encode, encode_parts
+from hurray_rdma.control.messages import (
+    ClientHello,
+    ErrorMessage,
+    Malformed,
+    Message,
+    Ping,
+    Pong,
+    RdmaReady,
+    RdmaRegister,
+    ServerHello,
+    TensorDataEndMessage,
+    TensorDataMessage,
+    TensorDescriptorMessage,
+    TensorPut,
+    TensorPutAck,
+    TensorRequest,
+)
+from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError, ProtocolError
+
+DESCRIPTOR = b"HRRY\x01\x00" + (21).to_bytes(4, "little") + bytes(11)
+
+# Laid out by hand from WIRE.md.
+LITERAL: list[tuple[Message, int, str]] = [
+    (
+        ClientHello(
+            max_message_nbytes=0x10000, layouts=((0x0B, b""), (0xF0, b"hi")), devices=(0, 1), memory_classes=(0,)
+        ),
+        1,
+        "01000000 01000000 1f00000001000000 00000100 04000000000000000200 0b f0 0200 68690200 00 010100 00",
+    ),
+    (
+        ServerHello(max_message_nbytes=0x10000, capabilities=Capability(0xC), layouts=((0x0A, b""),)),
+        1,
+        "02000000 01000000 19000000 01000000 00000100 0c00000000000000 0100 0a 0100 00 0100 00",
+    ),
+    (
+        TensorRequest(key="é", layouts=((0x0B, b""),), preferred_device=1, min_alignment=4096, request_flags=3),
+        9,
+        "03000000 09000000 12000000 02000000 c3a9 0100 0b 01 00100000 03000000",
+    ),
+    (
+        TensorDescriptorMessage(descriptor=DESCRIPTOR, total_data_nbytes=5, shard_index=1, total_shards=2),
+        3,
+        "04000000 03000000 25000000" + DESCRIPTOR.hex() + "0500000000000000 01000000 02000000",
+    ),
+    (TensorDataMessage(offset_nbytes=258, data=b"abc"), 3, "05000000 03000000 0b000000 0201000000000000 616263"),
+    (TensorDataEndMessage(), 0xFFFFFFFF, "06000000 ffffffff 00000000"),
+    (
+        TensorPut(key="k", descriptor=DESCRIPTOR, total_data_nbytes=1),
+        2,
+        "07000000 02000000 26000000 01000000 6b 15000000" + DESCRIPTOR.hex() + "0100000000000000",
+    ),
+    (TensorPutAck(), 2, "08000000 02000000 00000000"),
+    (ErrorMessage(0xF1, "no"), 2, "09000000 02000000 0a000000 f1000000 02000000 6e6f"),
+    (Ping(), 1, "0a000000 01000000 00000000"),
+    (Pong(), 1, "0b000000 01000000 00000000"),
+    (
+        RdmaRegister(remote_addr=0x1234, nbytes=0x1000, rkey=b"\x07"),
+        2,
+        "0c000000 02000000 15000000 3412000000000000 0010000000000000 01000000 07",
+    ),
+    (RdmaReady(), 2, "0d000000 02000000 00000000"),
+    (Quiet(), 2, "f5000000 02000000 00000000"),
+    (Abort(0xF6, "why"), 2, "f4000000 02000000 07000000 92 ccf6 a3 776879"),
+]
+
+
+def decode_all(data: bytes, max_message_nbytes: int = 1 << 20) -> list[tuple[int, Message]]:
+    return list(FrameDecoder(max_message_nbytes).feed(data))
+
+
+def decode_one(data: bytes) -> Message:
+    ((_, message),) = decode_all(data)
+    return message
+
+
+@pytest.mark.parametrize(("message", "stream_id", "wire"), LITERAL, ids=lambda v: type(v).__name__)
+def test_literal_bytes_both_ways(message: Message, stream_id: int, wire: str) -> None:
+    data = bytes.fromhex(wire)
+    assert encode(message, stream_id) == data
+    assert decode_all(data) == [(stream_id, message)]
+
+
+@pytest.mark.parametrize(("message", "stream_id", "wire"), LITERAL, ids=lambda v: type(v).__name__)
+def test_every_cut_payload_is_malformed(message: Message, stream_id: int, wire: str) -> None:
+    data = bytes.fromhex(wire)
+    kind, payload = data[:4], data[12:]
+    # The rest of a TENSOR_DATA payload is data of any length, so only its 8 bytes of offset can be cut.
+    shortest_valid = 8 if isinstance(message, TensorDataMessage) else len(payload)
+    for length in range(shortest_valid):
+        cut = kind + struct.pack("<II", stream_id, length) + payload[:length]
+        assert isinstance(decode_one(cut), Malformed), length
+    if not isinstance(message, TensorDataMessage):
+        longer = kind + struct.pack("<II", stream_id, len(payload) + 1) + payload + b"\0"
+        assert isinstance(decode_one(longer), Malformed)
+
+
+def test_private_messages_survive_the_way(
+    make_offer: Callable[..., Offer], make_pool: Callable[..., Pool], grant: Grant
+) -> None:
+    session = SessionMessage(engine_name="e", token="t", host_id=b"h", worker_address=b"w", heartbeat_s=0.5)
+    pool = make_pool()
+    gone = Pool(pool_id=1, generation=2, removed=True)
+    for message in (session, pool, gone):
+        assert decode_one(encode(message, 1)) == message
+    offer, again = make_offer(), decode_one(encode(make_offer(), 2))
+    assert isinstance(again, Offer)
+    for name in ("block_table", "seq_ptr", "seq_lens"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(offer, name))
+        assert getattr(again, name).dtype == np.uint32
+        assert getattr(again, name).flags.aligned
+    for name in ("key", "pool_id", "generation", "descriptors", "order", "deadline_s", "num_descriptors"):
+        assert getattr(again, name) == getattr(offer, name)
+    granted = decode_one(encode(grant, 2))
+    assert isinstance(granted, Grant)
+    assert granted.page_ids.tolist() == [4, 0, 9]
+    assert (granted.generation, granted.lease_s) == (3, 30.0)
+
+
+def test_empty_batch_can_be_offered_and_granted(make_offer: Callable[..., Offer]) -> None:
+    none = np.zeros(0, np.uint32)
+    offer = decode_one(encode(make_offer(block_table=none, seq_ptr=[0], seq_lens=none), 2))
+    assert isinstance(offer, Offer)
+    assert len(offer.block_table) == len(offer.seq_lens) == 0
+    granted = decode_one(encode(Grant(generation=1, page_ids=none, lease_s=1), 2))
+    assert isinstance(granted, Grant)
+    assert len(granted.page_ids) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"seq_ptr": [0, 2]}, GeometryError, "seq_ptr has 2 entries, but 2 sequences"),
+        ({"seq_ptr": [1, 2, 4]}, GeometryError, "runs from 1 to 4"),
+        ({"seq_ptr": [0, 2, 3]}, GeometryError, "the 4 entries of block_table"),
+        ({"seq_ptr": [0, 5, 4]}, GeometryError, r"seq_ptr\[2\] = 4: is below seq_ptr\[1\] = 5"),
+        ({"block_table": [7, -3, 7, 9]}, GeometryError, "from 0 to 4294967295"),
+        ({"block_table": [7, 3.5, 7, 9]}, GeometryError, "must hold integers"),
+        ({"block_table": [[7, 3], [7, 9]]}, GeometryError, "one axis"),
+        ({"descriptors": b""}, DescriptorError, "at least one descriptor"),
+        ({"descriptors": DESCRIPTOR + b"HRRY"}, DescriptorError, "at byte 27"),
+        ({"descriptors": b"X" + DESCRIPTOR[1:]}, DescriptorError, "magic"),
+        ({"deadline_s": 0.0}, ConfigError, "deadline_s"),
+        ({"deadline_s": float("nan")}, ConfigError, "deadline_s"),
+        ({"key": "k" * 1025}, ConfigError, "at most 1024"),
+    ],
+)
+def test_bad_offers_cannot_be_made(
+    changes: dict[str, object], kind: type[Exception], text: str, make_offer: Callable[..., Offer]
+) -> None:
+    with pytest.raises(kind, match=text):
+        make_offer(**changes)
+
+
+REGION = PoolRegion(remote_addr=0x1000, nbytes=4 * 1280, rkey=b"rkey")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_pages": 0}, "num_pages = 0"),
+        ({"num_pages": 11}, r"segments\[3\] ends at byte 5248 of region 0, which has 5120"),
+        ({"head_dim": 2**32}, "head_dim"),
+        ({"roles": ()}, "roles"),
+        ({"roles": ("key", "key")}, "roles"),
+        ({"num_layers": 3}, "4 segments, but 3 layers of 2 roles need 6"),
+        ({"segments": (PoolSegment(1, 0, 128),) * 4}, r"segments\[0\].region_index = 1"),
+        ({"segments": (PoolSegment(-1, 0, 128),) * 4}, "region_index = -1"),
+        ({"segments": (PoolSegment(0, -1, 128),) * 4}, "offset -1"),
+        ({"segments": (PoolSegment(0, 0, 127),) * 4}, "127 .at least the 128 bytes of a page"),
+        ({"segments": (PoolSegment(0, 3841, 128),) * 4}, "ends at byte 5121"),
+        ({"dtype": "float7"}, "float7"),
+    ],
+)
+def test_bad_pools_cannot_be_made(changes: dict[str, object], text: str, make_pool: Callable[..., Pool]) -> None:
+    with pytest.raises((GeometryError, DescriptorError), match=text):
+        make_pool(**changes)
+
+
+def test_region_beyond_the_address_space() -> None:
+    with pytest.raises(ConfigError, match="nbytes"):
+        PoolRegion(remote_addr=2**64 - 10, nbytes=11, rkey=b"")
+
+
+def test_a_page_granted_twice() -> None:
+    with pytest.raises(GeometryError, match="page_ids = 5"):
+        Grant(generation=1, page_ids=np.array([5, 1, 5]), lease_s=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (0xF0, ("name", "token", b"host", b"address")),
+        (0xF0, ("name", "token", b"host", b"address", 0.25, "more")),
+        (0xF0, ("name", "token", b"host", b"address", -1.0)),
+        (0xF0, ("name", "token", b"host", b"address", float("inf"))),
+        (0xF0, ("name", 5, b"host", b"address", 0.25)),
+        (0xF1, (1, 2, False, 2**64 - 1, 1, 1, 1, 1, "int8", ("key",), "NHD", "cpu", (), ())),
+        (0xF1, (1, 2, False, 1, 1, 1, 1, 1, "int8", ("key",), "NHD", "cpu", ((1, 2**64 - 1, b""),), ((0, 0, 1),))),
+        (0xF1, (-1, 2, True, 1, 1, 1, 1, 1, "int8", ("key",), "NHD", "cpu", (), ())),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 1.0)),
+        (0xF3, (1, b"\0\0\0", 1.0)),
+        (0xF3, (1, b"\0\0\0\0\0\0\0\0", 1.0)),
+        (0xF3, (-1, b"", 1.0)),
+        (0xF3, {"generation": 1, "page_ids": b"", "lease_s": 1.0}),
+        (0xF4, (2**32, "reason")),
+        (0xF4, (1, "r" * 4097)),
+    ],
+)
+def test_private_payloads_that_break_a_rule_are_malformed(kind: int, fields: object) -> None:
+    payload = msgspec.msgpack.encode(fields)
+    message = decode_one(struct.pack("<III", kind, 2, len(payload)) + payload)
+    assert isinstance(message, Malformed)
+    assert message.error.code == ErrorCode.INVALID_MESSAGE
+
+
+def test_length_is_checked_before_it_is_buffered() -> None:
+    decoder = FrameDecoder(100)
+    messages = decoder.feed(encode(Ping(), 1) + struct.pack("<III", 9, 1, 101))
+    assert next(messages) == (1, Ping())
+    with pytest.raises(ProtocolError, match="payload_length = 101") as caught:
+        next(messages)
+    assert caught.value.code == ErrorCode.MESSAGE_TOO_LARGE
+
+
+def test_stream_0_is_reserved() -> None:
+    with pytest.raises(ProtocolError, match="stream_id = 0"):
+        decode_all(struct.pack("<III", 10, 0, 0))
+
+
+@pytest.mark.parametrize("kind", [0, 11 + 3, 0xEF, 0xF6, 0xFF, 0xFFFFFFFF])
+def test_unknown_types_are_malformed_and_do_not_stop_the_stream(kind: int) -> None:
+    data = struct.pack("<III", kind, 5, 3) + b"abc" + encode(Pong(), 1)
+    (stream_id, message), rest = decode_all(data)
+    assert stream_id == 5
+    assert isinstance(message, Malformed)
+    assert rest == (1, Pong())
+
+
+def test_too_large_for_the_peer_is_told_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match="1008 bytes is above the 1000"):
+        encode_parts(TensorDataMessage(offset_nbytes=0, data=bytes(1000)), 3, max_message_nbytes=1000)
+
+
+def test_page_data_is_not_copied() -> None:
+    data = bytes(1 << 20)
+    _, parts = encode_parts(TensorDataMessage(offset_nbytes=0, data=data), 3)
+    assert parts[-1] is data
+    frame = b"".join(parts)
+    ((_, message),) = decode_all(frame, 2 << 20)
+    assert isinstance(message, TensorDataMessage)
+    assert isinstance(message.data, memoryview)
+    assert message.data.obj is frame
+    assert message.data.readonly
+
+
+def test_repr_shows_no_secret() -> None:
+    session = SessionMessage(engine_name="e", token="hunter2", host_id=b"h", worker_address=b"w", heartbeat_s=0.5)
+    assert "hunter2" not in repr(session)
+    assert "rkey" not in repr(REGION)
+
+
+MESSAGES = [encode(message, stream_id) for message, stream_id, _ in LITERAL]
+
+
+@settings(max_examples=200, deadline=None)
+@given(picks=st.lists(st.sampled_from(MESSAGES), max_size=12), cuts=st.lists(st.integers(0, 400), max_size=30))
+def test_any_split_gives_the_same_messages(picks: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(picks)
+    expected = decode_all(data)
+    decoder = FrameDecoder(1 << 20)
+    got: list[tuple[int, Message]] = []
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    for start, stop in pairwise(edges):
+        got += decoder.feed(data[start:stop])
+    assert got == expected
+    assert not decoder.in_message
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.binary(max_size=300))
+def test_any_bytes_give_messages_or_a_protocol_error(data: bytes) -> None:
+    with suppress(ProtocolError):
+        for stream_id, message in FrameDecoder(1000).feed(data):
+            assert stream_id > 0
+            assert not isinstance(message, Malformed) or message.error.code == ErrorCode.INVALID_MESSAGE
+
+
+@settings(max_examples=600, deadline=None)
+@given(kind=st.sampled_from([*range(1, 14), *range(0xF0, 0xF6)]), payload=st.binary(max_size=200))
+def test_any_payload_of_each_type(kind: int, payload: bytes) -> None:
+    message = decode_one(struct.pack("<III", kind, 2, len(payload)) + payload)
+    assert not isinstance(message, Malformed) or isinstance(message.error, ProtocolError)
+
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=24),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(kind=st.integers(0xF0, 0xF5), value=_VALUES)
+def test_any_messagepack_value_as_private_payload(kind: int, value: object) -> None:
+    payload = msgspec.msgpack.encode(value)
+    message = decode_one(struct.pack("<III", kind, 2, len(payload)) + payload)
+    assert not isinstance(message, Malformed) or message.error.code == ErrorCode.INVALID_MESSAGE
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_mutated_offers(data: st.DataObject) -> None:
+    offer = Offer(
+        key="k",
+        pool_id=1,
+        generation=1,
+        descriptors=DESCRIPTOR,
+        block_table=[1, 2],
+        seq_ptr=[0, 2],
+        seq_lens=[5],
+        deadline_s=1,
+    )
+    frame = bytearray(encode(offer, 2))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(12, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    message = decode_one(bytes(frame))
+    assert isinstance(message, Offer | Malformed)
