@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 
-from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError
+from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError, error_code
 from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig
 from hurray_rdma.control.events import (
     AbortRequested,
@@ -32,7 +32,7 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
-from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
+from hurray_rdma.control.session import MAX_ERROR_TEXT_CHARS, PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
 from hurray_rdma.control.states import SessionState, Step, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import AuthenticationError, HurrayError, ProtocolError
@@ -206,11 +206,9 @@ class ServerSession(Session):
             case Offer(), None:
                 return  # Repeated.
             case Abort(code=code, reason=reason), None:
-                if self._book.hear(transfer, Step.ABORT):
-                    events.append(AbortRequested(transfer.transfer_id, reason, code))
+                self._hear_abort(transfer, code, reason, now, events)
             case ErrorMessage(code=code, text=text), _:
-                if self._book.hear(transfer, Step.ABORT):
-                    events.append(AbortRequested(transfer.transfer_id, text, code))
+                self._hear_abort(transfer, code, text, now, events)
             case Quiet(), None:
                 self._hear_quiet(transfer, events)
             case TensorDataEndMessage(), int(index):
@@ -220,6 +218,15 @@ class ServerSession(Session):
             case _:
                 where = "a transfer's stream" if descriptor_index is None else "a descriptor's stream"
                 raise ProtocolError(f"a client does not say {type(message).__name__} on {where}")
+
+    def _hear_abort(self, transfer: Transfer, code: int, reason: str, now: float, events: list[Event]) -> None:
+        if self._book.hear(transfer, Step.ABORT):
+            self._ask_for_quiet(transfer, Abort(code, reason[:MAX_ERROR_TEXT_CHARS]), now)
+            events.append(AbortRequested(transfer.transfer_id, reason, code))
+
+    def _ask_for_quiet(self, transfer: Transfer, stop: Abort, now: float) -> None:
+        transfer.stop = stop
+        self._book.schedule(transfer, now + self._retry_s)
 
     def _hear_quiet(self, transfer: Transfer, events: list[Event]) -> None:
         before = transfer.state
@@ -262,12 +269,11 @@ class ServerSession(Session):
             return
         self._send(self._error_message(error), transfer.transfer_id)
         if transfer.is_open:
-            transfer.stop = Abort(ErrorCode.INVALID_MESSAGE, self._error_message(error).text)
-            self._book.schedule(transfer, now + self._retry_s)
+            self._ask_for_quiet(transfer, Abort(error_code(error), self._error_message(error).text), now)
         events.append(TransferFailed(transfer.transfer_id, error, transfer.granted))
 
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
-        # Until the client is quiet it is asked again: the ABORT, or its QUIET, may be lost.
+        # Until the client is quiet it is asked again, whoever began: the ABORT, or its QUIET, may be lost.
         if transfer.state is TransferState.STOPPING and transfer.stop is not None:
             self._send(transfer.stop, transfer.transfer_id)
             self._book.schedule(transfer, now + self._retry_s)

@@ -25,13 +25,13 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 
-__all__ = ["PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Session"]
+__all__ = ["MAX_ERROR_TEXT_CHARS", "PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Session"]
 
 SESSION_STREAM_ID = 1
 PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/1")
 """Layout entry of a HELLO that says: I speak the private messages."""
 
-_MAX_ERROR_TEXT_CHARS = 1000
+MAX_ERROR_TEXT_CHARS = 1000
 _MAX_UNSENT_REPLIES_NBYTES = 1024 * 1024
 _RETRY_HEARTBEATS = 2
 
@@ -291,7 +291,7 @@ class Session(ABC):
 
     @staticmethod
     def _error_message(error: HurrayError) -> ErrorMessage:
-        return ErrorMessage(error_code(error), str(error)[:_MAX_ERROR_TEXT_CHARS])
+        return ErrorMessage(error_code(error), str(error)[:MAX_ERROR_TEXT_CHARS])
 
     def _close(self, error: HurrayError | None, events: list[Event]) -> None:
         self._state = SessionState.CLOSED
@@ -326,7 +326,7 @@ class Session(ABC):
         transfer = self._book.get(transfer_id)
         if transfer is None or not self._book.say(transfer, Step.ABORT):
             return False
-        self._stop(transfer, Abort(code, reason[:_MAX_ERROR_TEXT_CHARS]), now)
+        self._stop(transfer, Abort(code, reason[:MAX_ERROR_TEXT_CHARS]), now)
         return True
 
     def _stop(self, transfer: Transfer, stop: Abort, now: float) -> None:

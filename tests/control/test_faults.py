@@ -376,10 +376,13 @@ def test_a_lost_abort_of_the_client_is_made_up_by_quiet(pair: ConnectionPair, gr
     assert kinds(pair.take("server")) == [AbortRequested, Quiesced]
 
 
-def test_a_lost_quiet_is_asked_for_again(pair: ConnectionPair, granted: int) -> None:
+@pytest.mark.parametrize("who", ["client", "server"])
+def test_a_lost_quiet_is_asked_for_again(who: Side, pair: ConnectionPair, granted: int) -> None:
     pair.spoil = drop(Quiet, "client")
-    pair.server.abort(granted, ErrorCode.ABORTED, "s", now=pair.now)
+    aborting = pair.client if who == "client" else pair.server
+    aborting.abort(granted, ErrorCode.ABORTED, "s", now=pair.now)
     pair.settle()
+    pair.take("server")
     pair.client.quiet(granted, now=pair.now)
     pair.settle()
     assert pair.take("server") == []

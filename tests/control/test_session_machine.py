@@ -1,0 +1,304 @@
+"""Both sides of a session under random calls and a network that loses, repeats and swaps messages.
+
+The engines are models: the server's holds pages while a client may write to them, the client's writes from Granted
+until it ends all descriptors or calls quiet. What must hold is checked after each step, and at the end that nothing
+stays open.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hurray_rdma.control import (
+    AbortRequested,
+    Acknowledged,
+    AllEnded,
+    DescriptorEnded,
+    Grant,
+    Granted,
+    Message,
+    Offer,
+    Offered,
+    Pool,
+    PoolRegion,
+    PoolSegment,
+    Quiesced,
+    Refused,
+    SessionConfig,
+    TransferFailed,
+)
+from hurray_rdma.control.codes import ErrorCode
+from hurray_rdma.errors import PoolExhaustedError
+from hurray_rdma.testing.pair import ConnectionPair, Side
+
+NUM_DESCRIPTORS = 3
+DESCRIPTOR = b"HRRY\x01\x00" + (20).to_bytes(4, "little") + bytes(10)
+POOL = Pool(
+    pool_id=1,
+    generation=1,
+    num_pages=8,
+    num_layers=1,
+    num_heads=1,
+    head_dim=1,
+    page_size=1,
+    dtype="int8",
+    roles=("key",),
+    regions=(PoolRegion(remote_addr=0, nbytes=8, rkey=b""),),
+    segments=(PoolSegment(0, 0, 1),),
+)
+
+
+@dataclass
+class Sent:
+    """The client engine's view of a transfer."""
+
+    may_write: bool = False
+    ended: bool = False
+    quiet_owed: bool = False
+    outcome: str | None = None
+
+
+@dataclass
+class Received:
+    """The server engine's view of a transfer."""
+
+    holds_pages: bool = False
+    waiting: bool = False
+    outcome: str | None = None
+
+
+class SessionMachine(RuleBasedStateMachine):
+    spoilt: ClassVar = st.lists(st.sampled_from(["pass", "pass", "pass", "drop", "twice", "swap"]), max_size=6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = {"host_id": b"", "worker_address": b""}
+        self.pair = ConnectionPair(
+            SessionConfig(engine_name="c", **config),  # type: ignore[arg-type]
+            SessionConfig(engine_name="s", **config),  # type: ignore[arg-type]
+        )
+        self.pair.settle()
+        self.pair.server.announce(POOL, now=0)
+        self.pair.settle()
+        self.pair.take("client")
+        self.pair.take("server")
+        self.sent: dict[int, Sent] = {}
+        self.received: dict[int, Received] = {}
+        self.faults: list[str] = []
+        self.pair.spoil = self.spoil
+
+    # The network.
+
+    def spoil(self, side: Side, messages: list[tuple[int, Message]]) -> list[tuple[int, Message]]:
+        arriving: list[tuple[int, Message]] = []
+        held: list[tuple[int, Message]] = []
+        for frame in messages:
+            fault = self.faults.pop() if self.faults and frame[0] != 1 else "pass"
+            if fault == "swap":
+                held.append(frame)
+                continue
+            if fault != "drop":
+                arriving += [frame] * (2 if fault == "twice" else 1)
+                arriving += held
+                held = []
+        return arriving + held
+
+    @rule(side=st.sampled_from(["client", "server"]), faults=spoilt)
+    def carry(self, side: Side, faults: list[str]) -> None:
+        self.faults = list(faults)
+        self.pair.carry(side)
+        self.faults = []
+        self.react()
+
+    @rule()
+    def settle(self) -> None:
+        self.pair.settle()
+        self.react()
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 0.7]), faults=spoilt)
+    def wait(self, seconds: float, faults: list[str]) -> None:
+        self.faults = list(faults)
+        self.pair.advance(seconds)
+        self.faults = []
+        self.react()
+
+    # The engines.
+
+    def react(self) -> None:
+        for event in self.pair.take("client"):
+            assert not isinstance(event, Offered | Quiesced | AllEnded | DescriptorEnded)
+            sent = self.sent[event.transfer_id]  # type: ignore[union-attr]
+            match event:
+                case Granted():
+                    assert not sent.may_write
+                    assert sent.outcome is None
+                    sent.may_write = True
+                case Refused():
+                    assert not sent.may_write
+                    self.conclude(sent, "refused")
+                case Acknowledged():
+                    assert sent.ended
+                    self.conclude(sent, "acknowledged")
+                case AbortRequested():
+                    sent.quiet_owed = True
+                case TransferFailed():
+                    assert event.granted == (sent.may_write or sent.ended)
+                    if event.granted:
+                        sent.quiet_owed = True
+                    else:
+                        self.conclude(sent, "failed")
+        for event in self.pair.take("server"):
+            if isinstance(event, Offered):
+                assert event.transfer_id not in self.received
+                self.received[event.transfer_id] = Received(waiting=True)
+                continue
+            received = self.received[event.transfer_id]  # type: ignore[union-attr]
+            match event:
+                case AllEnded(transfer_id):
+                    assert self.sent[transfer_id].ended
+                    if self.pair.server.acknowledge(transfer_id, now=self.pair.now):
+                        received.holds_pages = False
+                        self.conclude(received, "delivered")
+                case AbortRequested():
+                    received.waiting = False
+                case Quiesced():
+                    received.holds_pages = False
+                    self.conclude(received, "stopped")
+                case TransferFailed():
+                    received.waiting = False
+                    if not event.granted:
+                        self.conclude(received, "failed")
+
+    @staticmethod
+    def conclude(view: Sent | Received, outcome: str) -> None:
+        assert view.outcome is None, "a transfer ends once"
+        view.outcome = outcome
+
+    def pick(self, ids: list[int], which: int) -> int:
+        return ids[which % len(ids)]
+
+    @precondition(lambda self: len(self.sent) < 12)
+    @rule(timeout_s=st.sampled_from([0.5, 5.0]))
+    def offer(self, timeout_s: float) -> None:
+        one = np.ones(1, np.uint32)
+        offer = Offer(
+            key="k",
+            pool_id=1,
+            generation=1,
+            descriptors=DESCRIPTOR * NUM_DESCRIPTORS,
+            block_table=one,
+            seq_ptr=np.array([0, 1]),
+            seq_lens=one,
+            deadline_s=timeout_s,
+        )
+        self.sent[self.pair.client.offer(offer, now=self.pair.now, timeout_s=timeout_s)] = Sent()
+
+    @precondition(lambda self: any(r.waiting for r in self.received.values()))
+    @rule(which=st.integers(0, 11), accept=st.booleans())
+    def answer(self, which: int, accept: bool) -> None:
+        transfer_id = self.pick([i for i, r in self.received.items() if r.waiting], which)
+        received = self.received[transfer_id]
+        received.waiting = False
+        if accept:
+            page = Grant(generation=1, page_ids=np.array([transfer_id % 8]), lease_s=1)
+            received.holds_pages = self.pair.server.grant(transfer_id, page, now=self.pair.now)
+        elif self.pair.server.refuse(transfer_id, PoolExhaustedError("full"), now=self.pair.now):
+            self.conclude(received, "refused")
+
+    @precondition(lambda self: any(s.may_write for s in self.sent.values()))
+    @rule(which=st.integers(0, 11))
+    def write_all(self, which: int) -> None:
+        transfer_id = self.pick([i for i, s in self.sent.items() if s.may_write], which)
+        sent = self.sent[transfer_id]
+        for index in range(NUM_DESCRIPTORS):
+            assert self.pair.client.data_end(transfer_id, index, now=self.pair.now) == (not sent.quiet_owed)
+        if not sent.quiet_owed:
+            sent.ended, sent.may_write = True, False
+
+    @precondition(lambda self: any(s.outcome is None for s in self.sent.values()))
+    @rule(which=st.integers(0, 11))
+    def client_aborts(self, which: int) -> None:
+        transfer_id = self.pick([i for i, s in self.sent.items() if s.outcome is None], which)
+        if self.pair.client.abort(transfer_id, ErrorCode.ABORTED, "c", now=self.pair.now):
+            self.sent[transfer_id].quiet_owed = True
+
+    @precondition(lambda self: any(r.outcome is None for r in self.received.values()))
+    @rule(which=st.integers(0, 11))
+    def server_aborts(self, which: int) -> None:
+        transfer_id = self.pick([i for i, r in self.received.items() if r.outcome is None], which)
+        self.pair.server.abort(transfer_id, ErrorCode.ABORTED, "s", now=self.pair.now)
+        self.received[transfer_id].waiting = False
+
+    @precondition(lambda self: any(s.quiet_owed for s in self.sent.values()))
+    @rule(which=st.integers(0, 11))
+    def client_is_quiet(self, which: int) -> None:
+        transfer_id = self.pick([i for i, s in self.sent.items() if s.quiet_owed], which)
+        sent = self.sent[transfer_id]
+        sent.quiet_owed = sent.may_write = False  # In flight until here; only then the session is told.
+        assert self.pair.client.quiet(transfer_id, now=self.pair.now)
+        self.conclude(sent, "stopped")
+
+    @precondition(lambda self: len(self.sent) < 12)
+    @rule(faults=spoilt, stop_after=st.integers(1, 4), delay_s=st.sampled_from([0.0, 0.6]))
+    def go_far(self, faults: list[str], stop_after: int, delay_s: float) -> None:
+        """Much of a transfer in one rule, so that the later states are reached often, faults and all."""
+        self.offer(timeout_s=5.0)
+        transfer_id = max(self.sent)
+        self.faults = list(faults)
+        for step in range(stop_after):
+            self.pair.settle()
+            self.react()
+            self.pair.advance(delay_s)
+            self.react()
+            if step == 0 and transfer_id in self.received and self.received[transfer_id].waiting:
+                self.answer([i for i, r in self.received.items() if r.waiting].index(transfer_id), True)
+            if step == 1 and self.sent[transfer_id].may_write:
+                self.write_all([i for i, s in self.sent.items() if s.may_write].index(transfer_id))
+        self.faults = []
+
+    # What must hold.
+
+    @invariant()
+    def pages_that_may_be_written_are_held(self) -> None:
+        for transfer_id, sent in self.sent.items():
+            if sent.may_write:
+                assert self.received[transfer_id].holds_pages, "the server gave back pages the client may write to"
+
+    @invariant()
+    def both_sessions_live(self) -> None:
+        assert self.pair.client.is_open
+        assert self.pair.server.is_open
+
+    def teardown(self) -> None:
+        if not (self.pair.client.is_open and self.pair.server.is_open):
+            return
+        for _ in range(4):
+            self.pair.advance(6.0)
+            self.react()
+            for transfer_id, received in self.received.items():
+                if received.waiting:
+                    received.waiting = False
+                    if self.pair.server.refuse(transfer_id, PoolExhaustedError("full"), now=self.pair.now):
+                        self.conclude(received, "refused")
+            for transfer_id, sent in self.sent.items():
+                if sent.may_write and not sent.quiet_owed:
+                    sent.quiet_owed = self.pair.client.abort(transfer_id, ErrorCode.ABORTED, "end", now=self.pair.now)
+                if sent.quiet_owed:
+                    sent.quiet_owed = sent.may_write = False
+                    assert self.pair.client.quiet(transfer_id, now=self.pair.now)
+                    self.conclude(sent, "stopped")
+        self.pair.advance(6.0)
+        self.react()
+        assert self.pair.client.num_open_transfers == 0
+        assert self.pair.server.num_open_transfers == 0
+        assert all(sent.outcome for sent in self.sent.values())
+        assert all(received.outcome for received in self.received.values())
+        assert not any(received.holds_pages for received in self.received.values())
+
+
+SessionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSessionMachine = SessionMachine.TestCase
