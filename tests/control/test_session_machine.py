@@ -280,6 +280,9 @@ class SessionMachine(RuleBasedStateMachine):
             self.pair.advance(6.0)
             self.react()
             for transfer_id, received in self.received.items():
+                if received.holds_pages:  # The lease is over: ABORT and QUIET of the client may both be lost.
+                    self.pair.server.abort(transfer_id, ErrorCode.LEASE_EXPIRED, "lease", now=self.pair.now)
+            for transfer_id, received in self.received.items():
                 if received.waiting:
                     received.waiting = False
                     if self.pair.server.refuse(transfer_id, PoolExhaustedError("full"), now=self.pair.now):
