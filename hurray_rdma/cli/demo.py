@@ -20,7 +20,7 @@ def demo(
     heads: Annotated[int | None, typer.Option(help="KV heads.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Elements per head.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per page.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Element type, e.g. bfloat16 or float8_e4m3fn.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Element type, e.g. bfloat16 or float8_e4m3.")] = None,
     sequences: Annotated[int | None, typer.Option(help="Sequences in the batch.")] = None,
     tokens_min: Annotated[int | None, typer.Option(help="Tokens of the shortest sequence.")] = None,
     tokens_max: Annotated[int | None, typer.Option(help="Tokens of the longest sequence.")] = None,
@@ -62,7 +62,7 @@ def demo(
                 "seed": seed,
             },
             "run": {"rounds": rounds, "tls": tls, "deadline_s": deadline},
-            "llm": {"page_size": page_size},
+            "llm": {"page_size": page_size, "deadline_s": deadline},
         },
     )
     report.check_json_path(json)
@@ -84,13 +84,15 @@ class _Bar:
     """A progress bar on standard error, so that standard output is the report alone."""
 
     def __init__(self, num_steps: int) -> None:
+        console = Console(stderr=True)
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("starting two processes", total=num_steps)
         self._begun = False

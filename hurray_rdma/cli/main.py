@@ -36,14 +36,20 @@ app.command()(demo)
 app.command()(inspect)
 
 
-@app.callback()
-def options(
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    """Zero-copy transfer of paged LLM KV caches over UCX."""
-    if show_version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"hurray-rdma {version('hurray-rdma')}")
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Zero-copy transfer of paged LLM KV caches over UCX."""
 
 
 def main() -> None:

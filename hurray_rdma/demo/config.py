@@ -74,6 +74,8 @@ class LlmConfig(_Table, frozen=True):
     """Room in the receive pool, tokens."""
     page_size: _Count
     """Tokens per page."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    """Time budget of the whole run, seconds."""
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
 
 

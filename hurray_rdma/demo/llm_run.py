@@ -48,7 +48,7 @@ def run_llm(config: DemoConfig, *, model: Path | None, on_step: Step) -> LlmRepo
         HurrayError: a process failed or died, time is up, or a token differs (MismatchError).
     """
     path = _checked_model(model)
-    with Supervisor(deadline_s=config.run.deadline_s) as supervisor:
+    with Supervisor(deadline_s=config.llm.deadline_s) as supervisor:
         on_step("loading the model in both processes")
         receiver = supervisor.start("decode", llm_decode, config, path)
         sender = supervisor.start("prefill", llm_prefill, config, path)

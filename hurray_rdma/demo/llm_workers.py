@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = ["llm_decode", "llm_prefill"]
 
 async def llm_prefill(link: Link, config: DemoConfig, path: Path) -> None:
     """Life of the prefill process: each layer's pages leave while the next layers are computed."""
+    _quiet()
     from hurray_rdma.demo.language_model import LanguageModel, write_layer  # noqa: PLC0415 - torch
 
     model = LanguageModel(path)
@@ -70,6 +72,7 @@ async def _send_layers(peer: Peer, snapshot: Snapshot, done: asyncio.Queue[int |
 
 async def llm_decode(link: Link, config: DemoConfig, path: Path) -> None:
     """Life of the decode process: it has the model, and what arrives."""
+    _quiet()
     from hurray_rdma.demo.language_model import LanguageModel, cache_from_pages  # noqa: PLC0415 - torch
 
     model = LanguageModel(path)
@@ -79,7 +82,7 @@ async def llm_decode(link: Link, config: DemoConfig, path: Path) -> None:
         async with Engine(pool, listen="127.0.0.1:0") as engine:
             link.send(Listening(engine.address))
             arrival = await anext(aiter(engine.arrivals()))
-            snapshot = await arrival.snapshot(timeout_s=config.run.deadline_s)
+            snapshot = await arrival.snapshot(timeout_s=config.llm.deadline_s)
             first = await link.receive(FirstToken)
             cache = cache_from_pages(snapshot, seq=0)
             arrival.release()
@@ -88,3 +91,8 @@ async def llm_decode(link: Link, config: DemoConfig, path: Path) -> None:
             )
             link.send(Continued(tokens))
             await link.receive(Command)
+
+
+def _quiet() -> None:
+    """No progress bars of the loader's across the supervisor's own: tqdm reads this when it is imported."""
+    os.environ["TQDM_DISABLE"] = "1"

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _GIB = 2**30
-_IDS_SHOWN = 8
+_IDS_SHOWN = 6
 _ROWS_SHOWN = 4
 
 
@@ -274,9 +274,10 @@ def _page_id_table(rows: tuple[PageIdRow, ...]) -> Table:
 def _ids_text(page_ids: tuple[int, ...], num_shared: int) -> Text:
     """The pages around the end of the shared prefix, so that both kinds are seen."""
     start = max(0, min(num_shared - _IDS_SHOWN // 2, len(page_ids) - _IDS_SHOWN))
-    text = Text("... " if start else "")
+    width = len(str(max(page_ids)))
+    text = Text("... " if start else "", no_wrap=True)
     for index, page_id in enumerate(page_ids[start : start + _IDS_SHOWN], start):
-        text.append(f"{page_id} ", style="cyan" if index < num_shared else "")
+        text.append(f"{page_id:>{width}} ", style="cyan" if index < num_shared else "")
     if start + _IDS_SHOWN < len(page_ids):
         text.append("...")
     return text

@@ -149,7 +149,7 @@ class Supervisor:
         except (EOFError, ConnectionResetError):
             process.connection.close()
             process.process.join(_LAST_WORDS_S)
-            if process.process.exitcode != 0:
+            if process.process.exitcode not in (0, None):  # None: on its way out, which can take seconds
                 raise _lost(process) from None
             return
         if isinstance(message, Failed):

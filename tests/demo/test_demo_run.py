@@ -99,11 +99,11 @@ class Running:
         )
 
     def children(self) -> dict[str, int]:
-        """``{"decode": pid, "prefill": pid}`` once both move data."""
+        """``{"decode": pid, "prefill": pid}`` once one has mapped memory of the other: they are connected."""
         until = time.monotonic() + 40
         while time.monotonic() < until:
             pids = [pid for pid in session_pids(self.process.pid) if "spawn_main" in command_line(pid)]
-            if len(pids) == 2 and all("hurray-mover" in thread_names(pid) for pid in pids[1:]):
+            if len(pids) == 2 and shared_mappings(pids[0]) & shared_mappings(pids[1]):
                 return dict(zip(("decode", "prefill"), pids, strict=True))
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.05)
@@ -126,7 +126,7 @@ def running() -> Iterator[Running]:
     yield demo
     for pid in session_pids(demo.process.pid):
         os.kill(pid, signal.SIGKILL)
-    demo.process.wait(10)
+    demo.process.communicate(timeout=10)
 
 
 def traces() -> set[str]:
@@ -152,8 +152,10 @@ def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
-def thread_names(pid: int) -> str:
-    return " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm"))
+def shared_mappings(pid: int) -> set[str]:
+    """Inodes of the shared memory that a process has mapped."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {fields[4] for fields in lines if len(fields) > 5 and fields[5].startswith(("/SYSV", "/dev/shm"))}
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
