@@ -68,13 +68,12 @@ def spec_of(
         page_size=first.page_size,
         dtype=first.element_type.wire_name,
         roles=roles,
-        order=PageOrder(order),
         layers=layers,
         head_offset=head_offset,
         total_heads=total_heads,
         scale_dtype=None if scales is None else scales.scale_type.wire_name,
         zero_points=scales is not None and scales.zero_point_buffer_index is not None,
-    )
+    ).with_order(order)
     given = tuple((each.kv_role.name.lower(), each.layer_index) for each in descriptors)
     if given != spec.tensors:
         at = next((i for i, (a, b) in enumerate(zip(given, spec.tensors, strict=False)) if a != b), len(given))

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError
-from hurray_rdma.format import ElementType
 
 __all__ = [
     "Abort",
@@ -30,6 +29,8 @@ __all__ = [
 ]
 
 Uint32Array: TypeAlias = npt.NDArray[np.uint32]
+Uint8Array: TypeAlias = npt.NDArray[np.uint8]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1
@@ -40,6 +41,7 @@ _MAX_HOST_ID_NBYTES = 256
 _MAX_ADDRESS_NBYTES = 32 * 1024
 _MAX_RKEY_NBYTES = 64 * 1024
 _MAX_REASON_CHARS = 4096
+_MAX_PAGE_KEY_NBYTES = 256
 _MAX_DAYS_S = 7 * 86400.0
 _DESCRIPTOR_HEADER_NBYTES = 20
 
@@ -106,28 +108,32 @@ class PoolRegion:
 
 @dataclass(frozen=True, slots=True)
 class PoolSegment:
-    """Pages of one role of one layer: page p starts at region + offset_nbytes + p * page_stride_nbytes."""
+    """Where one part (pages, scales, zero points) of one role of one layer is; bytes, from the start of a region."""
 
     region_index: int
     offset_nbytes: int
     page_stride_nbytes: int
+    token_stride_nbytes: int
+    head_stride_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """POOL (0xF1): a receive pool, in place of any older generation; or, with ``removed``, the end of one.
 
-    ``segments`` holds one entry per tensor, layer-major: layer 0 in the order of ``roles``, then layer 1 ...
+    What the fields of the geometry mean together is the engine's to check, and whether every page lies inside its
+    region; here each number is held to its own range.
 
     Raises:
-        GeometryError: a count is out of range, or a page of a segment would lie outside its region.
+        ConfigError, GeometryError: a number is out of range, or a segment is not in its region.
     """
 
     pool_id: int
     generation: int
     removed: bool = False
     num_pages: int = 0
-    num_layers: int = 0
+    layers: tuple[int, ...] = ()
+    """The model's index of each layer, ascending."""
     num_heads: int = 0
     head_dim: int = 0
     page_size: int = 0
@@ -136,53 +142,53 @@ class Pool:
     roles: tuple[str, ...] = ()
     order: str = "NHD"
     """Order of the axes inside a page."""
+    head_offset: int = 0
+    """The model's index of the first head."""
+    total_heads: int = 0
+    """Heads of the model."""
+    scale_dtype: str | None = None
+    """Element type of the scales, one for each page slot; None is unquantised."""
+    zero_points: bool = False
     device: str = "cpu"
     regions: tuple[PoolRegion, ...] = ()
     segments: tuple[PoolSegment, ...] = ()
+    """For each layer, for each role, for each part, in this order."""
 
     def __post_init__(self) -> None:
         _between("pool_id", self.pool_id, 0, _U32_MAX)
         _between("generation", self.generation, 0, _U64_MAX)
         if self.removed:
             return
-        for name in ("num_pages", "num_layers", "num_heads", "head_dim", "page_size"):
+        for name in ("num_pages", "num_heads", "head_dim", "page_size", "total_heads"):
             value = getattr(self, name)
             if not 1 <= value <= _U32_MAX:
                 raise GeometryError(f"must be 1 to {_U32_MAX}", field=name, value=value)
-        num_tensors = self.num_layers * len(self.roles)
-        if not self.roles or len(set(self.roles)) != len(self.roles):
-            raise GeometryError("must name at least one role, and each once", field="roles", value=self.roles)
-        if len(self.segments) != num_tensors:
-            raise GeometryError(
-                f"{len(self.segments)} segments, but {self.num_layers} layers of {len(self.roles)} roles "
-                f"need {num_tensors}"
-            )
-        page_nbytes = self.page_nbytes
+        if not 0 <= self.head_offset <= _U32_MAX:
+            raise GeometryError(f"must be 0 to {_U32_MAX}", field="head_offset", value=self.head_offset)
+        for name in ("layers", "roles", "segments"):
+            if not getattr(self, name):
+                raise GeometryError("must name at least one", field=name, value=())
         for index, segment in enumerate(self.segments):
-            self._check_segment(index, segment, page_nbytes)
+            self._check_segment(index, segment)
 
-    @property
-    def page_nbytes(self) -> int:
-        """Bytes of one page of one role of one layer."""
-        return ElementType.from_name(self.dtype).nbytes(self.page_size * self.num_heads * self.head_dim)
-
-    def _check_segment(self, index: int, segment: PoolSegment, page_nbytes: int) -> None:
+    def _check_segment(self, index: int, segment: PoolSegment) -> None:
         if not 0 <= segment.region_index < len(self.regions):
             raise GeometryError(
                 f"is not below the number of regions {len(self.regions)}",
                 field=f"segments[{index}].region_index",
                 value=segment.region_index,
             )
-        if segment.offset_nbytes < 0 or segment.page_stride_nbytes < page_nbytes:
-            raise GeometryError(
-                f"segments[{index}] has offset {segment.offset_nbytes} (at least 0) and page stride "
-                f"{segment.page_stride_nbytes} (at least the {page_nbytes} bytes of a page)"
-            )
-        end = segment.offset_nbytes + (self.num_pages - 1) * segment.page_stride_nbytes + page_nbytes
+        for name in ("offset_nbytes", "page_stride_nbytes", "token_stride_nbytes", "head_stride_nbytes"):
+            if not 0 <= getattr(segment, name) <= _U64_MAX:
+                raise GeometryError(
+                    f"must be 0 to {_U64_MAX}", field=f"segments[{index}].{name}", value=getattr(segment, name)
+                )
+        last = segment.offset_nbytes + (self.num_pages - 1) * segment.page_stride_nbytes
         region = self.regions[segment.region_index]
-        if end > region.nbytes:
+        if last >= region.nbytes:
             raise GeometryError(
-                f"segments[{index}] ends at byte {end} of region {segment.region_index}, which has {region.nbytes}"
+                f"segments[{index}] has its last page at byte {last} of region {segment.region_index}, "
+                f"which has {region.nbytes}"
             )
 
 
@@ -210,6 +216,13 @@ class Offer:
     seq_lens: Uint32Array = field(repr=False)
     """[num_seqs]."""
     order: str = "NHD"
+    """Order of the axes inside the client's pages: no descriptor has it."""
+    head_offset: int = 0
+    """The model's index of the first head that the client's pages hold."""
+    total_heads: int = 0
+    """Heads of the model; 0 is all that there are in the pages."""
+    page_keys: Uint8Array = field(default_factory=lambda: np.empty((0, 0), np.uint8), repr=False)
+    """A key of its content for each table entry, uint8 [seq_ptr[-1], key_nbytes]; key_nbytes 0 is none."""
     deadline_s: float
     """How long the client will wait for an answer, seconds from now on."""
     num_descriptors: int = field(init=False)
@@ -219,6 +232,8 @@ class Offer:
         _between("pool_id", self.pool_id, 0, _U32_MAX)
         _between("generation", self.generation, 0, _U64_MAX)
         _at_most("order", self.order, 32)
+        _between("head_offset", self.head_offset, 0, _U32_MAX)
+        _between("total_heads", self.total_heads, 0, _U32_MAX)
         _seconds("deadline_s", self.deadline_s)
         for name in ("block_table", "seq_ptr", "seq_lens"):
             object.__setattr__(self, name, _uint32(name, getattr(self, name)))
@@ -236,9 +251,25 @@ class Offer:
             at = int(steps_down[0]) + 1
             rule = f"is below seq_ptr[{at - 1}] = {self.seq_ptr[at - 1]}"
             raise GeometryError(rule, field=f"seq_ptr[{at}]", value=int(self.seq_ptr[at]))
+        self._check_page_keys()
         object.__setattr__(self, "num_descriptors", sum(1 for _ in _walk_descriptors(self.descriptors)))
         if not self.num_descriptors:
             raise DescriptorError("an offer needs at least one descriptor", field="descriptors", value=b"")
+
+    def _check_page_keys(self) -> None:
+        keys = self.page_keys
+        if keys.ndim != 2 or keys.dtype != np.uint8 or keys.shape[1] > _MAX_PAGE_KEY_NBYTES:
+            raise GeometryError(
+                f"must be uint8 of two axes, with keys of at most {_MAX_PAGE_KEY_NBYTES} bytes",
+                field="page_keys",
+                value=f"{keys.dtype} {keys.shape}",
+            )
+        if keys.shape[1] and len(keys) != len(self.block_table):
+            raise GeometryError(
+                f"must be one for each of the {len(self.block_table)} entries of block_table",
+                field="len(page_keys)",
+                value=len(keys),
+            )
 
 
 def _walk_descriptors(data: bytes) -> Iterator[int]:
@@ -271,6 +302,8 @@ class Grant:
 
     generation: int
     page_ids: Uint32Array = field(repr=False)
+    resident: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_), repr=False)
+    """Which of them the server has already, and must not be sent, bool [len(page_ids)]; empty is none."""
     lease_s: float
     """How long the pages are held if nothing more is heard of the transfer."""
 
@@ -279,6 +312,10 @@ class Grant:
         _seconds("lease_s", self.lease_s)
         page_ids = _uint32("page_ids", self.page_ids)
         object.__setattr__(self, "page_ids", page_ids)
+        if len(self.resident) not in (0, len(page_ids)):
+            raise GeometryError(
+                f"must be 0 or the {len(page_ids)} of page_ids", field="len(resident)", value=len(self.resident)
+            )
         in_order = np.sort(page_ids)
         repeated = np.flatnonzero(in_order[1:] == in_order[:-1])
         if len(repeated):

@@ -8,6 +8,7 @@ values are those of the constructors in messages.py. What breaks one is a :class
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from hurray_rdma.control.exchange import (
     PoolSegment,
     Quiet,
     SessionMessage,
+    Uint8Array,
     Uint32Array,
 )
 from hurray_rdma.control.messages import Message
@@ -43,16 +45,20 @@ class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     generation: int
     removed: bool
     num_pages: int
-    num_layers: int
+    layers: tuple[int, ...]
     num_heads: int
     head_dim: int
     page_size: int
     dtype: str
     roles: tuple[str, ...]
     order: str
+    head_offset: int
+    total_heads: int
+    scale_dtype: str | None
+    zero_points: bool
     device: str
     regions: tuple[tuple[int, int, bytes], ...]
-    segments: tuple[tuple[int, int, int], ...]
+    segments: tuple[tuple[int, int, int, int, int], ...]
 
 
 class _Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -64,12 +70,17 @@ class _Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     seq_ptr: bytes
     seq_lens: bytes
     order: str
+    head_offset: int
+    total_heads: int
+    page_keys: bytes
+    page_key_nbytes: int
     deadline_s: float
 
 
 class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     generation: int
     page_ids: bytes
+    resident: bytes
     lease_s: float
 
 
@@ -92,6 +103,12 @@ def _u32_array(name: str, data: bytes) -> Uint32Array:
     return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
 
 
+def _u8_rows(name: str, data: bytes, row_nbytes: int) -> Uint8Array:
+    if row_nbytes < 0 or (len(data) % row_nbytes if row_nbytes else len(data)):
+        raise ProtocolError(f"{name} has {len(data)} bytes, not rows of {row_nbytes}")
+    return np.frombuffer(data, np.uint8).reshape(len(data) // row_nbytes if row_nbytes else 0, row_nbytes)
+
+
 def _decode_session(payload: memoryview) -> Message:
     raw = _SESSION.decode(payload)
     return SessionMessage(
@@ -110,13 +127,17 @@ def _decode_pool(payload: memoryview) -> Message:
         generation=raw.generation,
         removed=raw.removed,
         num_pages=raw.num_pages,
-        num_layers=raw.num_layers,
+        layers=raw.layers,
         num_heads=raw.num_heads,
         head_dim=raw.head_dim,
         page_size=raw.page_size,
         dtype=raw.dtype,
         roles=raw.roles,
         order=raw.order,
+        head_offset=raw.head_offset,
+        total_heads=raw.total_heads,
+        scale_dtype=raw.scale_dtype,
+        zero_points=raw.zero_points,
         device=raw.device,
         regions=tuple(PoolRegion(remote_addr=a, nbytes=n, rkey=k) for a, n, k in raw.regions),
         segments=tuple(PoolSegment(*segment) for segment in raw.segments),
@@ -134,13 +155,21 @@ def _decode_offer(payload: memoryview) -> Message:
         seq_ptr=_u32_array("seq_ptr", raw.seq_ptr),
         seq_lens=_u32_array("seq_lens", raw.seq_lens),
         order=raw.order,
+        head_offset=raw.head_offset,
+        total_heads=raw.total_heads,
+        page_keys=_u8_rows("page_keys", raw.page_keys, raw.page_key_nbytes),
         deadline_s=raw.deadline_s,
     )
 
 
 def _decode_grant(payload: memoryview) -> Message:
     raw = _GRANT.decode(payload)
-    return Grant(generation=raw.generation, page_ids=_u32_array("page_ids", raw.page_ids), lease_s=raw.lease_s)
+    return Grant(
+        generation=raw.generation,
+        page_ids=_u32_array("page_ids", raw.page_ids),
+        resident=np.frombuffer(raw.resident, np.uint8) != 0,
+        lease_s=raw.lease_s,
+    )
 
 
 def _decode_abort(payload: memoryview) -> Message:
@@ -191,18 +220,21 @@ def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryvi
             fields: tuple[object, ...] = (name, token, host_id, worker_address, float(message.heartbeat_s))
             return MessageType.SESSION, [_ENCODER.encode(fields)]
         case Pool() as pool:
-            geometry = (pool.num_pages, pool.num_layers, pool.num_heads, pool.head_dim, pool.page_size)
-            regions = tuple((r.remote_addr, r.nbytes, r.rkey) for r in pool.regions)
-            segments = tuple((s.region_index, s.offset_nbytes, s.page_stride_nbytes) for s in pool.segments)
-            fields = (pool.pool_id, pool.generation, pool.removed, *geometry)
-            fields += (pool.dtype, pool.roles, pool.order, pool.device, regions, segments)
+            fields = (pool.pool_id, pool.generation, pool.removed, pool.num_pages, pool.layers)
+            fields += (pool.num_heads, pool.head_dim, pool.page_size, pool.dtype, pool.roles, pool.order)
+            fields += (pool.head_offset, pool.total_heads, pool.scale_dtype, pool.zero_points, pool.device)
+            fields += (tuple(map(astuple, pool.regions)), tuple(map(astuple, pool.segments)))
             return MessageType.POOL, [_ENCODER.encode(fields)]
         case Offer() as offer:
             fields = (offer.key, offer.pool_id, offer.generation, offer.descriptors)
             fields += (_le(offer.block_table), _le(offer.seq_ptr), _le(offer.seq_lens))
-            return MessageType.OFFER, [_ENCODER.encode((*fields, offer.order, float(offer.deadline_s)))]
+            fields += (offer.order, offer.head_offset, offer.total_heads)
+            fields += (offer.page_keys.tobytes(), offer.page_keys.shape[1], float(offer.deadline_s))
+            return MessageType.OFFER, [_ENCODER.encode(fields)]
         case Grant() as grant:
-            return MessageType.GRANT, [_ENCODER.encode((grant.generation, _le(grant.page_ids), float(grant.lease_s)))]
+            resident = grant.resident.astype(np.uint8).tobytes()
+            fields = (grant.generation, _le(grant.page_ids), resident, float(grant.lease_s))
+            return MessageType.GRANT, [_ENCODER.encode(fields)]
         case Abort(code=code, reason=reason):
             return MessageType.ABORT, [_ENCODER.encode((int(code), reason))]
         case Quiet():

@@ -1,4 +1,4 @@
-"""One transfer as its receiver sees it, from the grant on."""
+"""One snapshot as its receiver sees it, from the grant on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hurray_rdma.cache import Lease, PagePool, Snapshot
-from hurray_rdma.engine.batch import Batch
-from hurray_rdma.errors import DeadlineExceededError, HurrayError, LeaseExpiredError, TransferAbortedError
+from hurray_rdma.errors import (
+    DeadlineExceededError,
+    GeometryError,
+    HurrayError,
+    LeaseExpiredError,
+    TransferAbortedError,
+)
+from hurray_rdma.plan import PageMap
 
 __all__ = ["Arrival", "ArrivalState"]
 
@@ -17,15 +26,15 @@ class ArrivalState(Enum):
     """What became of the pages."""
 
     ARRIVING = auto()
-    """Reserved; the sender may write into them."""
+    """Reserved; senders may write into them."""
     COMPLETE = auto()
     """All there; they are the application's until it releases them."""
     ABORTING = auto()
-    """Not wanted any more; waiting for the sender's QUIET."""
+    """Not wanted any more; waiting for the senders' QUIET."""
     RELEASED = auto()
     """Back in the pool."""
     QUARANTINED = auto()
-    """Lost to a sender that may still write: see `Engine.accounts`."""
+    """Lost to a sender that may still write: see `PageAllocator.accounts`."""
 
 
 class Arrival:
@@ -39,23 +48,31 @@ class Arrival:
         pool: PagePool,
         key: str,
         *,
-        lease: Lease,
-        batch: Batch,
+        page_map: PageMap,
+        page_ids: NDArray[np.uint32],
+        written: Lease,
+        resident: Lease | None,
         timeout_s: float,
-        on_abort: Callable[[str], None],
+        on_abort: Callable[[Arrival, str], None],
         on_freed: Callable[[], None],
     ) -> None:
         self.key = key
         """The sender's name for it."""
         self.state = ArrivalState.ARRIVING
+        self.block_table = page_map.block_table(page_ids)
+        """Of this pool, uint32 ``[seq_ptr[-1]]``: where the pages will be."""
+        self._page_map = page_map
+        self._num_pages = len(page_ids)
         self._pool = pool
-        self._lease = lease
-        self._batch = batch
+        self._written = written
+        self._resident = resident
         self._timeout_s = timeout_s
         self._on_abort = on_abort
         self._on_freed = on_freed
-        self._missing = [len(pool.spec.roles)] * pool.spec.num_layers
-        self._layers = [asyncio.Event() for _ in self._missing]
+        spec = pool.spec
+        # A layer is in place when every head of every role is: one sender may have all of them, or a slice.
+        self._missing = dict.fromkeys(spec.layer_indices, spec.num_heads * len(spec.roles))
+        self._layers = {layer: asyncio.Event() for layer in spec.layer_indices}
         self._complete = asyncio.Event()
         self._error: HurrayError | None = None
 
@@ -63,14 +80,17 @@ class Arrival:
         """Returns when all pages of one layer, every role, are in place.
 
         Args:
-            layer: 0 to num_layers - 1.
+            layer: as of `CacheSpec.layer_indices`: 0 to num_layers - 1 unless the pool has a group of the layers.
             timeout_s: defaults to the engine's.
 
         Raises:
+            GeometryError: there is no such layer.
             DeadlineExceededError: not in time; the arrival goes on.
             LeaseExpiredError: it was released.
             HurrayError: the transfer failed or was aborted.
         """
+        if layer not in self._layers:
+            raise GeometryError(f"must be one of {tuple(self._layers)}", field="layer", value=layer)
         await self._wait(self._layers[layer], f"layer {layer}", timeout_s)
 
     async def snapshot(self, *, timeout_s: float | None = None) -> Snapshot:
@@ -82,9 +102,9 @@ class Arrival:
         await self._wait(self._complete, "all layers", timeout_s)
         return Snapshot(
             self._pool,
-            block_table=self._lease.page_ids[self._batch.inverse],
-            seq_ptr=self._batch.seq_ptr,
-            seq_lens=self._batch.seq_lens,
+            block_table=self.block_table,
+            seq_ptr=self._page_map.seq_ptr,
+            seq_lens=self._page_map.seq_lens,
         )
 
     async def _wait(self, event: asyncio.Event, what: str, timeout_s: float | None) -> None:
@@ -109,52 +129,53 @@ class Arrival:
             self._free()
 
     def abort(self, reason: str = "the receiver does not want it any more") -> None:
-        """Ends a transfer that is under way; its pages go back once the sender says that nothing is in flight."""
+        """Ends a transfer that is under way; its pages go back once the senders say that nothing is in flight."""
         if self.stopping(TransferAbortedError(f"arrival {self.key!r} was aborted here: {reason}")):
-            self._on_abort(reason)
+            self._on_abort(self, reason)
 
     # What the receiver tells it.
 
-    def layer_ended(self, layer: int) -> None:
-        """One more role of the layer is in place."""
-        self._missing[layer] -= 1
+    def layer_ended(self, layer: int, *, num_heads: int) -> None:
+        """Some heads of one more role of the layer are in place."""
+        self._missing[layer] -= num_heads
         if self._missing[layer] == 0:
             self._layers[layer].set()
 
     def completed(self) -> None:
-        """Every descriptor is in place."""
+        """Everything is in place."""
         self.state = ArrivalState.COMPLETE
         self._complete.set()
 
     def stopping(self, error: HurrayError) -> bool:
-        """The transfer is to end early; its pages wait until that is sure. False if it was stopping already."""
+        """The transfer is to end early; its pages wait until that is sure. False if it had ended, or was ending."""
         if self.state is not ArrivalState.ARRIVING:
             return False
         self.state = ArrivalState.ABORTING
-        self._fail(error)
+        self._error = error
+        for event in (*self._layers.values(), self._complete):
+            event.set()
         return True
 
     def ended(self, *, quiet: bool) -> None:
-        """A stopping transfer has ended; ``quiet``: no write of it can land any more, so that its pages go back."""
+        """Every sender has ended; ``quiet``: no write of theirs can land any more, so that the pages go back."""
         if self.state is ArrivalState.ARRIVING:
             self.stopping(TransferAbortedError(f"the sender gave up on {self.key!r}"))
-        if self.state is ArrivalState.ABORTING:
-            if quiet:
-                self._free()
-            else:
-                self.state = ArrivalState.QUARANTINED
-                self._pool.allocator.quarantine(self._lease, reason=str(self._error))
-
-    def _fail(self, error: HurrayError) -> None:
-        if self._error is None:
-            self._error = error
-        for event in (*self._layers, self._complete):
-            event.set()
+        if self.state is not ArrivalState.ABORTING:
+            return
+        if quiet:
+            self._free()
+            return
+        self.state = ArrivalState.QUARANTINED
+        self._pool.allocator.quarantine(self._written, reason=str(self._error))
+        if self._resident is not None:
+            self._resident.release()  # nobody was to write into these
 
     def _free(self) -> None:
         self.state = ArrivalState.RELEASED
-        self._lease.release()
+        self._written.release()
+        if self._resident is not None:
+            self._resident.release()
         self._on_freed()
 
     def __repr__(self) -> str:
-        return f"<Arrival {self.key!r} {self.state.name.lower()} {len(self._lease.page_ids)} pages>"
+        return f"<Arrival {self.key!r} {self.state.name.lower()} {self._num_pages} pages>"

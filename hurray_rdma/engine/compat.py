@@ -1,102 +1,120 @@
-"""Whether two sides fit: the announced pool against the sender's, the offered descriptors against the receiver's.
+"""What two sides tell each other of their pools, as messages and back, and whether they fit.
 
-Field by field, never by an all-equal hash: the error names the field and both values.
+Nothing a peer says is used before it is checked here: its layout against its regions, its descriptors against the
+format, each other, the tables beside them and the receiver's pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import astuple
 
-from hurray_rdma.cache import CacheSpec, PagePool
+from hurray_rdma.cache import CacheSpec, PagePool, PoolLayout, Segment, Snapshot, spec_of
 from hurray_rdma.control import Offer, Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import Descriptor, Dialect, KvRole, decode, encode_many, iter_descriptors
+from hurray_rdma.format import Dialect, KvRole, decode, encode_many, iter_descriptors
+from hurray_rdma.plan import PageMap, check_pair, map_pages
 
-__all__ = ["announcement", "check_offer", "check_pool"]
+__all__ = ["announced_layout", "announcement", "check_offer", "page_map_of"]
 
 
 def announcement(pool: PagePool, *, pool_id: int, generation: int) -> Pool:
     """The POOL message for a receive pool: geometry, and what a peer needs to write into it."""
-    spec = pool.spec
+    layout, spec = pool.layout, pool.spec
     remotes = [region.remote() for region in pool.regions]
-    segments = [pool.segment(role, layer) for role, layer in spec.tensors]
     return Pool(
         pool_id=pool_id,
         generation=generation,
-        num_pages=pool.num_pages,
-        num_layers=spec.num_layers,
+        num_pages=layout.num_pages,
+        layers=spec.layer_indices,
         num_heads=spec.num_heads,
         head_dim=spec.head_dim,
         page_size=spec.page_size,
         dtype=spec.dtype,
         roles=spec.roles,
-        order=spec.order,
-        device=pool.regions[0].device,
+        order=str(spec.order),
+        head_offset=spec.head_offset,
+        total_heads=spec.heads_of_model,
+        scale_dtype=spec.scale_dtype,
+        zero_points=spec.zero_points,
+        device=pool.device,
         regions=tuple(PoolRegion(remote_addr=r.remote_addr, nbytes=r.nbytes, rkey=r.rkey) for r in remotes),
-        segments=tuple(PoolSegment(s.region_index, s.offset_nbytes, s.page_stride_nbytes) for s in segments),
+        segments=tuple(PoolSegment(*astuple(segment)) for segment in layout.segments),
     )
 
 
-def check_pool(spec: CacheSpec, pool: Pool) -> None:
-    """Raises GeometryError where the peer's pool cannot take pages of ``spec``."""
-    _check_fields(
-        (name, getattr(spec, name), getattr(pool, name))
-        for name in ("num_layers", "num_heads", "head_dim", "page_size", "dtype", "roles", "order")
-    )
-
-
-def check_offer(offer: Offer, pool: PagePool) -> Descriptor:
-    """Checks the offered descriptors against the rules of the format, each other, the tables and the pool.
-
-    Returns:
-        The first of them; the others differ only in role and layer.
+def announced_layout(pool: Pool) -> PoolLayout:
+    """The layout of a pool that a peer announced.
 
     Raises:
-        DescriptorError: a descriptor breaks a rule of the format.
-        GeometryError: it is valid, but this pool cannot take it, or the tables say otherwise than the descriptors.
+        GeometryError: it is none, or a slot of it lies outside its region.
     """
-    spec = pool.spec
-    tensors = spec.tensors
-    _check_fields([("order", offer.order, spec.order)])
-    if offer.num_descriptors != len(tensors):
-        raise GeometryError(
-            f"must be the {len(tensors)} of {spec.num_layers} layers of {spec.roles}",
-            field="len(descriptors)",
-            value=offer.num_descriptors,
-        )
-    first = decode(offer.descriptors)
-    expected = first.for_tensors((KvRole[role.upper()], layer) for role, layer in tensors)
-    if encode_many(expected, dialect=first.dialect or Dialect.ADR_024) == offer.descriptors:
-        # What a sender writes, to the byte: what holds for one of them holds for all.
-        _check_descriptor(first, *tensors[0], index=0, first=first, offer=offer, spec=spec)
-    else:
-        for index, descriptor in enumerate(iter_descriptors(offer.descriptors)):
-            _check_descriptor(descriptor, *tensors[index], index=index, first=first, offer=offer, spec=spec)
-    return first
+    spec = CacheSpec(
+        num_layers=len(pool.layers),
+        num_heads=pool.num_heads,
+        head_dim=pool.head_dim,
+        page_size=pool.page_size,
+        dtype=pool.dtype,
+        roles=pool.roles,
+        layers=pool.layers,
+        head_offset=pool.head_offset,
+        total_heads=pool.total_heads,
+        scale_dtype=pool.scale_dtype,
+        zero_points=pool.zero_points,
+    ).with_order(pool.order)
+    segments = tuple(Segment(*astuple(segment)) for segment in pool.segments)
+    layout = PoolLayout(spec=spec, num_pages=pool.num_pages, segments=segments)
+    layout.check_inside([region.nbytes for region in pool.regions])
+    return layout
 
 
-def _check_descriptor(
-    descriptor: Descriptor, role: str, layer: int, *, index: int, first: Descriptor, offer: Offer, spec: CacheSpec
-) -> None:
-    _check_fields(
-        (f"descriptors[{index}].{name}", theirs, ours)
-        for name, theirs, ours in (
-            ("kv_role", descriptor.kv_role.name.lower(), role),
-            ("layer_index", descriptor.layer_index, layer),
-            ("element_type", descriptor.element_type, spec.element_type),
-            ("page_size", descriptor.page_size, spec.page_size),
-            ("num_heads", descriptor.num_heads, spec.num_heads),
-            ("head_dim", descriptor.head_dim, spec.head_dim),
-            ("quantization", descriptor.quantization, None),
-            ("num_pages", descriptor.num_pages, first.num_pages),
-            ("num_seqs", descriptor.num_seqs, len(offer.seq_lens)),
-            ("total_tokens", descriptor.total_tokens, int(offer.seq_lens.sum(dtype="uint64"))),
-            ("block_table_length", descriptor.block_table_length, len(offer.block_table)),
-        )
+def page_map_of(snapshot: Snapshot, dest: CacheSpec) -> PageMap:
+    """Which pages of a snapshot make up which pages of a pool like ``dest``.
+
+    Raises:
+        GeometryError: neither page size divides the other.
+    """
+    return map_pages(
+        snapshot.block_table,
+        snapshot.seq_ptr,
+        snapshot.seq_lens,
+        num_pages=snapshot.pool.num_pages,
+        src_page_size=snapshot.pool.spec.page_size,
+        dst_page_size=dest.page_size,
     )
 
 
-def _check_fields(fields: Iterable[tuple[str, object, object]]) -> None:
-    for name, theirs, ours in fields:
-        if theirs != ours:
-            raise GeometryError(f"the receiving side has {ours!r}", field=name, value=theirs)
+def check_offer(offer: Offer, dest: CacheSpec, *, dialect: Dialect) -> tuple[CacheSpec, PageMap]:
+    """The sender's cache as its descriptors describe it, and its pages in terms of a pool like ``dest``.
+
+    Raises:
+        DescriptorError: a descriptor breaks a rule of the format, or is of another dialect than the session's.
+        GeometryError: descriptors, tables and pool do not fit together.
+    """
+    first = decode(offer.descriptors, dialect=dialect)
+    likely = first.for_tensors((KvRole[role.upper()], layer) for role, layer in dest.tensors)
+    if encode_many(likely, dialect=dialect) == offer.descriptors:
+        # What a sender of the same cache writes, to the byte: what holds for one of them holds for all.
+        descriptors = list(likely)
+    else:
+        descriptors = list(iter_descriptors(offer.descriptors, dialect=dialect))
+    source = spec_of(
+        descriptors, order=offer.order, head_offset=offer.head_offset, total_heads=offer.total_heads or None
+    )
+    check_pair(source, dest)
+    total_tokens = int(offer.seq_lens.sum(dtype="uint64"))
+    for name, described, given in (
+        ("num_seqs", first.num_seqs, len(offer.seq_lens)),
+        ("total_tokens", first.total_tokens, total_tokens),
+        ("block_table_length", first.block_table_length, len(offer.block_table)),
+    ):
+        if described != given:
+            raise GeometryError(f"the tables beside the descriptors have {given}", field=name, value=described)
+    page_map = map_pages(
+        offer.block_table,
+        offer.seq_ptr,
+        offer.seq_lens,
+        num_pages=first.num_pages,
+        src_page_size=source.page_size,
+        dst_page_size=dest.page_size,
+    )
+    return source, page_map

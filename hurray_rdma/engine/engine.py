@@ -74,7 +74,7 @@ class Engine:
         self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._allow_unauthenticated = allow_unauthenticated
-        self._context = context
+        self._context = context or default_context()
         self._worker: Worker | None = None
         self._movers: ThreadPoolExecutor | None = None
         self._receiver: Receiver | None = None
@@ -98,7 +98,7 @@ class Engine:
             ConfigError: the address is in use or not this machine's.
             TransportError: UCX cannot make a worker.
         """
-        self._worker = (self._context or default_context()).open_worker()
+        self._worker = self._context.open_worker()
         self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix="hurray-mover")
         if self._listen is not None:
             self._receiver = Receiver(
@@ -164,6 +164,7 @@ class Engine:
         peer = Peer(
             address,
             config=self._config(),
+            context=self._context,
             worker=self._worker,
             movers=self._movers,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from hurray_rdma.cache import Snapshot
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.cache import PoolLayout, Snapshot
 from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
@@ -29,11 +32,12 @@ from hurray_rdma.control import (
     open_channel,
     parse_address,
 )
+from hurray_rdma.engine.compat import announced_layout
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransportError
 from hurray_rdma.format import Dialect
-from hurray_rdma.transport import Endpoint, LaneReport, RemoteMemory, RemoteRegion, Worker
+from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteMemory, RemoteRegion, Worker
 
 __all__ = ["Peer"]
 
@@ -49,6 +53,7 @@ class Peer:
         address: str,
         *,
         config: SessionConfig,
+        context: Context,
         worker: Worker,
         movers: ThreadPoolExecutor,
         timeout_s: float,
@@ -58,11 +63,14 @@ class Peer:
         self._movers = movers
         self._host, self._port = parse_address(address)
         self._config = config
+        self._context = context
         self._worker = worker
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._endpoint: Endpoint | None = None
         self._pool: Pool | None = None
+        self._layout: PoolLayout | None = None
+        self._zeros: Region | None = None
         self._memories: tuple[RemoteMemory, ...] = ()
         self._ready = asyncio.Event()
         self._error: HurrayError | None = None
@@ -120,13 +128,24 @@ class Peer:
             await channel.close()
 
     async def send(
-        self, snapshot: Snapshot, *, key: str | None = None, timeout_s: float | None = None
+        self,
+        snapshot: Snapshot,
+        *,
+        key: str | None = None,
+        page_keys: NDArray[np.uint8] | None = None,
+        zero_tails: bool = False,
+        timeout_s: float | None = None,
     ) -> TransferStats:
         """Pushes a whole snapshot: each physical page once, straight into the peer's pool.
 
         Args:
             snapshot: its pages must stay as they are until this returns.
-            key: a name for the peer's application; None makes one.
+            key: a name for the peer's application; None makes one. Senders that hold slices of the heads of one
+                snapshot use the same key: their offers become one arrival.
+            page_keys: a key of its content for each table entry, uint8 ``[len(block_table), key_nbytes]``, as
+                `hurray_rdma.cache.snapshot_keys` makes them; pages that the peer holds under the same key are not sent.
+            zero_tails: slots past the valid tokens of a page arrive as zeros; else they are undefined. For transfers
+                across a trust boundary.
             timeout_s: budget for everything, the wait for free pages included; None is the engine's.
 
         Raises:
@@ -134,16 +153,28 @@ class Peer:
             PoolExhaustedError: it never fits into the peer's pool; nothing was sent.
             DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: nothing is in flight any more.
         """
-        async with self.begin(snapshot, key=key, timeout_s=timeout_s) as transfer:
+        async with self.begin(
+            snapshot, key=key, page_keys=page_keys, zero_tails=zero_tails, timeout_s=timeout_s
+        ) as transfer:
             await transfer.send_rest()
         return transfer.stats
 
-    def begin(self, snapshot: Snapshot, *, key: str | None = None, timeout_s: float | None = None) -> Transfer:
+    def begin(
+        self,
+        snapshot: Snapshot,
+        *,
+        key: str | None = None,
+        page_keys: NDArray[np.uint8] | None = None,
+        zero_tails: bool = False,
+        timeout_s: float | None = None,
+    ) -> Transfer:
         """A transfer to be sent layer by layer, while later layers are still being computed; arguments as of `send`."""
         return Transfer(
             self,
             snapshot,
             key if key is not None else uuid.uuid4().hex,
+            page_keys=page_keys,
+            zero_tails=zero_tails,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
         )
 
@@ -187,6 +218,16 @@ class Peer:
             raise PeerLostError(f"{self.address} has no pool to receive into (any more)")
         return self._pool
 
+    def layout(self) -> PoolLayout:
+        self.pool()
+        assert self._layout is not None
+        return self._layout
+
+    def zeros(self, nbytes: int) -> Region:
+        if self._zeros is None or self._zeros.nbytes < nbytes:
+            self._zeros = self._context.allocate(nbytes)
+        return self._zeros
+
     def remote_memories(self) -> Sequence[RemoteMemory]:
         self._raise_if_lost()
         return self._memories
@@ -205,10 +246,7 @@ class Peer:
             case SessionOpened():
                 pass
             case PoolAnnounced(pool=pool):
-                self._pool = pool
-                if self._endpoint is not None:
-                    self._open_regions()
-                self._ready.set()
+                self._announced(pool)
             case PoolRemoved():
                 self._pool = None
             case Granted(transfer_id=transfer_id, grant=grant):
@@ -229,6 +267,15 @@ class Peer:
                 self._ready.set()
             case _:
                 pass
+
+    def _announced(self, pool: Pool) -> None:
+        try:
+            self._pool, self._layout = pool, announced_layout(pool)
+            if self._endpoint is not None:
+                self._open_regions()
+        except HurrayError as error:
+            self._pool, self._error = None, error
+        self._ready.set()
 
     def _open_regions(self) -> None:
         endpoint, pool = self._open_endpoint(), self.pool()
@@ -256,5 +303,7 @@ class Peer:
         return self._endpoint
 
     def _raise_if_lost(self) -> None:
-        if self._error is not None:
+        if isinstance(self._error, PeerLostError):
             raise PeerLostError(f"the session with {self.address} has ended: {self._error}") from self._error
+        if self._error is not None:
+            raise self._error

@@ -1,7 +1,8 @@
 """The receiving side of an engine: offers in, grants out, arrivals handed to the application.
 
 Grants go out in the order of arrival, all pages of an offer at once; an offer that does not fit now waits, one that
-never fits is refused at once. Runs on the event loop and owns no socket: each connection is a `Link`.
+never fits is refused at once. Senders that hold slices of the heads fill one arrival together: their offers have one key.
+Runs on the event loop and owns no socket: each connection is a `Link`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from hurray_rdma.cache import PagePool
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.cache import CacheSpec, Lease, PagePool
 from hurray_rdma.control import (
     AbortRequested,
     AllEnded,
@@ -31,10 +35,19 @@ from hurray_rdma.control import (
     StaleGenerationError,
     TransferFailed,
 )
-from hurray_rdma.engine.arrival import Arrival
-from hurray_rdma.engine.batch import Batch
+from hurray_rdma.engine.arrival import Arrival, ArrivalState
 from hurray_rdma.engine.compat import announcement, check_offer
-from hurray_rdma.errors import DeadlineExceededError, HurrayError, PoolExhaustedError
+from hurray_rdma.errors import (
+    DeadlineExceededError,
+    GeometryError,
+    HurrayError,
+    PeerLostError,
+    PoolExhaustedError,
+    RegistrationError,
+    TransferAbortedError,
+)
+from hurray_rdma.format import Dialect
+from hurray_rdma.plan import PageMap, common_heads, map_keys
 
 __all__ = ["Link", "Receiver"]
 
@@ -54,19 +67,45 @@ class Link(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _Offer:
+    """An offer that was found good."""
+
     link: Link
     transfer_id: int
     offer: Offer
-    batch: Batch
-    timer: asyncio.TimerHandle
+    source: CacheSpec
+    page_map: PageMap
+    heads: tuple[int, int]
+    """The model's heads that it brings: first, and the one after the last."""
+    timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
-    arrival: Arrival
+class _Part:
+    """A granted offer: what one sender brings to an arrival."""
+
+    offer: _Offer
+    whole: _Whole
+    tensors: tuple[tuple[str, int], ...]
     heard: float
     lease_timer: asyncio.TimerHandle
+
+
+@dataclass(slots=True, eq=False)
+class _Whole:
+    """An arrival, and what has been granted for it."""
+
+    arrival: Arrival
+    offer: _Offer
+    written: Lease
+    page_keys: NDArray[np.uint8] | None
+    """Keys of the written pages, uint8 ``[len(written), key_nbytes]``."""
+    parts: list[_Part] = field(default_factory=list)
+    """Those whose end is not known yet."""
+    heads: list[tuple[int, int]] = field(default_factory=list)
+    """Granted so far."""
+    quiet: bool = True
+    """False once a part ended in such a way that its writes may still land."""
 
 
 class Receiver:
@@ -85,8 +124,9 @@ class Receiver:
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self._waiting: deque[_Waiting] = deque()
-        self._transfers: dict[tuple[Link, int], _Transfer] = {}
+        self._waiting: deque[_Offer] = deque()
+        self._parts: dict[tuple[Link, int], _Part] = {}
+        self._unfilled: dict[str, _Whole] = {}
         self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
 
     async def next_arrival(self) -> Arrival | None:
@@ -108,145 +148,156 @@ class Receiver:
                 self._descriptor_ended(link, transfer_id, index)
             case AllEnded(transfer_id=transfer_id):
                 self._all_ended(link, transfer_id)
-            case AbortRequested(transfer_id=transfer_id):
-                self._aborted(link, transfer_id, event.error)
+            case (
+                AbortRequested(transfer_id=transfer_id, error=error)
+                | TransferFailed(transfer_id=transfer_id, error=error)
+            ):
+                self._stopped(link, transfer_id, error)
             case Quiesced(transfer_id=transfer_id):
-                self._quiesced(link, transfer_id)
-            case TransferFailed(transfer_id=transfer_id, error=error):
-                self._aborted(link, transfer_id, error)
+                part = self._forget(link, transfer_id)
+                if part is not None:
+                    self._part_ended(part, quiet=True)
             case SessionClosed(error=error):
-                self._lost(link, error)
+                self._lost(link, error or PeerLostError("the session was closed"))
             case _:
                 pass
 
     def close(self) -> None:
-        """Ends the arrivals: those under way fail, those waiting for pages are refused by the end of their session."""
-        while self._waiting:
-            self._waiting.popleft().timer.cancel()
-        for transfer in self._transfers.values():
-            transfer.lease_timer.cancel()
+        """Ends the arrivals: after it `next_arrival` returns None. The sessions must be closed before."""
         self._arrivals.put_nowait(None)
+
+    # Offers.
 
     def _offered(self, link: Link, transfer_id: int, offer: Offer) -> None:
         try:
-            if offer.pool_id != _POOL_ID or offer.generation != self._generation:
-                raise StaleGenerationError(
-                    f"the pool is {_POOL_ID} in generation {self._generation}",
-                    field="(pool_id, generation)",
-                    value=(offer.pool_id, offer.generation),
-                )
-            first = check_offer(offer, self._pool)
-            batch = Batch.of(
-                offer.block_table,
-                offer.seq_ptr,
-                offer.seq_lens,
-                page_size=self._pool.spec.page_size,
-                num_pages=first.num_pages,
-            )
-            if self._pool.allocator.never_fits(batch.num_pages):
-                raise PoolExhaustedError(
-                    f"is above all {self._pool.num_pages} pages of the receiving pool: it never fits",
-                    field="num_pages of the offer",
-                    value=batch.num_pages,
-                    fix="Send fewer sequences at a time, or make the receiving pool larger",
-                )
+            checked = self._checked(link, transfer_id, offer)
+            whole = self._unfilled.get(offer.key)
+            if whole is not None:
+                self._join(whole, checked)
+                return
             if len(self._waiting) >= _MAX_WAITING:
                 raise PeerBusyError("offers wait for pages already", field="waiting", value=len(self._waiting))
         except HurrayError as error:
             link.session.refuse(transfer_id, error, now=self._clock())
             return
-        timer = asyncio.get_running_loop().call_later(
+        checked.timer = asyncio.get_running_loop().call_later(
             offer.deadline_s, partial(self._grant_came_too_late, link, transfer_id)
         )
-        self._waiting.append(_Waiting(link, transfer_id, offer, batch, timer))
+        self._waiting.append(checked)
         self._grant_in_order()
+
+    def _checked(self, link: Link, transfer_id: int, offer: Offer) -> _Offer:
+        if self._pool.closed:
+            raise RegistrationError("the receiving pool is closed")
+        if offer.pool_id != _POOL_ID or offer.generation != self._generation:
+            raise StaleGenerationError(
+                f"the pool is {_POOL_ID} in generation {self._generation}",
+                field="(pool_id, generation)",
+                value=(offer.pool_id, offer.generation),
+            )
+        peer = link.session.peer
+        dialect = Dialect(peer.dialect) if peer is not None else Dialect.ADR_024
+        source, page_map = check_offer(offer, self._pool.spec, dialect=dialect)
+        if self._pool.allocator.never_fits(page_map.num_pages):
+            raise PoolExhaustedError(
+                f"is above all {self._pool.num_pages} pages of the receiving pool: it never fits",
+                field="num_pages of the offer",
+                value=page_map.num_pages,
+                fix="Send fewer sequences at a time, or make the receiving pool larger",
+            )
+        return _Offer(link, transfer_id, offer, source, page_map, common_heads(source, self._pool.spec))
 
     def _grant_in_order(self) -> None:
         """Grants from the head of the queue while pages last; never past an offer that must wait."""
-        while self._waiting:
+        while self._waiting and not self._pool.closed:
             head = self._waiting[0]
-            if self._pool.allocator.accounts().free < head.batch.num_pages:
-                return
+            whole = self._unfilled.get(head.offer.key)
+            try:
+                if whole is not None:
+                    self._join(whole, head)
+                elif not self._reserve(head):
+                    return
+            except HurrayError as error:
+                head.link.session.refuse(head.transfer_id, error, now=self._clock())
+                head.link.notify()
             self._waiting.popleft()
-            head.timer.cancel()
-            self._grant(head)
+            if head.timer is not None:
+                head.timer.cancel()
 
-    def _grant(self, waiting: _Waiting) -> None:
-        link, transfer_id = waiting.link, waiting.transfer_id
-        lease = self._pool.allocator.lease(waiting.batch.num_pages)
+    def _reserve(self, offer: _Offer) -> bool:
+        """Grants an offer the pages it needs; False if there are too few of them now."""
+        allocator, page_map = self._pool.allocator, offer.page_map
+        resident, page_keys = None, None
+        page_ids = np.empty(page_map.num_pages, np.uint32)
+        found = np.zeros(page_map.num_pages, np.bool_)
+        if offer.offer.page_keys.shape[1]:
+            page_keys, _ = map_keys(page_map, offer.offer.page_keys, offer.offer.seq_ptr)
+            here = self._pool.resident.acquire(page_keys)
+            found, resident, page_ids = here.found, here.lease, here.page_ids.copy()
+            page_keys = page_keys[~found]
+        num_written = int((~found).sum())
+        if allocator.accounts().free < num_written:
+            if resident is not None:
+                resident.release()
+            return False
+        written = allocator.lease(num_written)
+        page_ids[~found] = written.page_ids
         arrival = Arrival(
             self._pool,
-            waiting.offer.key,
-            lease=lease,
-            batch=waiting.batch,
+            offer.offer.key,
+            page_map=page_map,
+            page_ids=page_ids,
+            written=written,
+            resident=resident,
             timeout_s=self._timeout_s,
-            on_abort=partial(self._abort, link, transfer_id),
+            on_abort=self._abort,
             on_freed=self._grant_in_order,
         )
-        timer = self._lease_timer(link, transfer_id, self._lease_s)
-        self._transfers[link, transfer_id] = _Transfer(arrival, self._clock(), timer)
-        grant = Grant(generation=self._generation, page_ids=lease.page_ids, lease_s=self._lease_s)
-        link.session.grant(transfer_id, grant, now=self._clock())
-        link.notify()
+        whole = _Whole(arrival, offer, written, page_keys)
+        try:
+            self._grant(whole, offer, page_ids, found)
+        except HurrayError as error:
+            arrival.stopping(error)
+            arrival.ended(quiet=True)  # it was not granted
+            raise
+        if offer.heads != self._pool.spec.heads:
+            self._unfilled[offer.offer.key] = whole
+            self._watch_unfilled(whole)
         self._arrivals.put_nowait(arrival)
+        return True
 
-    def _lease_timer(self, link: Link, transfer_id: int, after_s: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(after_s, partial(self._lease_due, link, transfer_id))
+    def _join(self, whole: _Whole, offer: _Offer) -> None:
+        """Grants a further sender the pages that the others write into, for other heads."""
+        first, last = offer.heads
+        for held in whole.heads:
+            if first < held[1] and held[0] < last:
+                raise GeometryError(
+                    f"another sender of {offer.offer.key!r} brings heads {held[0]} to {held[1] - 1}",
+                    field="heads",
+                    value=offer.heads,
+                )
+        if not np.array_equal(offer.page_map.seq_lens, whole.offer.page_map.seq_lens):
+            raise GeometryError(
+                f"another sender of {offer.offer.key!r} has other sequence lengths",
+                field="seq_lens",
+                value=offer.page_map.seq_lens.tolist()[:8],
+            )
+        page_ids = offer.page_map.pages_for(whole.arrival.block_table)
+        self._grant(whole, offer, page_ids, np.zeros(len(page_ids), np.bool_))
+        if sum(end - start for start, end in whole.heads) == self._pool.spec.num_heads:
+            self._unfilled.pop(offer.offer.key)
 
-    def _descriptor_ended(self, link: Link, transfer_id: int, index: int) -> None:
-        transfer = self._transfers.get((link, transfer_id))
-        if transfer is not None:
-            transfer.heard = self._clock()
-            transfer.arrival.layer_ended(index // len(self._pool.spec.roles))
-
-    def _all_ended(self, link: Link, transfer_id: int) -> None:
-        transfer = self._forget(link, transfer_id)
-        if transfer is not None:
-            transfer.arrival.completed()
-            link.session.acknowledge(transfer_id, now=self._clock())
-
-    def _abort(self, link: Link, transfer_id: int, reason: str) -> None:
-        link.session.abort(transfer_id, ErrorCode.ABORTED, reason, now=self._clock())
+    def _grant(self, whole: _Whole, offer: _Offer, page_ids: NDArray[np.uint32], resident: NDArray[np.bool_]) -> None:
+        link, transfer_id = offer.link, offer.transfer_id
+        grant = Grant(generation=self._generation, page_ids=page_ids, resident=resident, lease_s=self._lease_s)
+        if not link.session.grant(transfer_id, grant, now=self._clock()):
+            raise TransferAbortedError(f"the sender of {offer.offer.key!r} does not wait for its grant any more")
         link.notify()
-
-    def _aborted(self, link: Link, transfer_id: int, error: HurrayError) -> None:
-        """The sender wants out, or broke the protocol: its pages wait for QUIET, or for the end of the session."""
-        if not self._stop_waiting(link, transfer_id):
-            transfer = self._transfers.get((link, transfer_id))
-            if transfer is not None:
-                transfer.arrival.stopping(error)
-
-    def _quiesced(self, link: Link, transfer_id: int) -> None:
-        transfer = self._forget(link, transfer_id)
-        if transfer is not None:
-            transfer.arrival.ended(quiet=True)
-
-    def _lease_due(self, link: Link, transfer_id: int) -> None:
-        """Nothing heard for too long: once to ask for the end, once more to stop waiting for it."""
-        transfer = self._transfers[link, transfer_id]
-        left_s = transfer.heard + self._lease_s - self._clock()
-        if left_s > 0:
-            transfer.lease_timer = self._lease_timer(link, transfer_id, left_s)
-            return
-        error = DeadlineExceededError("the sender let the lease run out", field="lease_s", value=self._lease_s)
-        if transfer.arrival.stopping(error):
-            link.session.abort(transfer_id, ErrorCode.DEADLINE, str(error), now=self._clock())
-            link.notify()
-            transfer.lease_timer = self._lease_timer(link, transfer_id, self._lease_s)
-        else:
-            self._forget(link, transfer_id)
-            transfer.arrival.ended(quiet=False)
-
-    def _lost(self, link: Link, error: HurrayError | None) -> None:
-        for waiting in [waiting for waiting in self._waiting if waiting.link is link]:
-            self._stop_waiting(link, waiting.transfer_id)
-        cause = error if error is not None else DeadlineExceededError("the engine closed")
-        for of_link, transfer_id in [key for key in self._transfers if key[0] is link]:
-            transfer = self._forget(of_link, transfer_id)
-            if transfer is not None:
-                transfer.arrival.stopping(cause)
-                transfer.arrival.ended(quiet=False)
-        self._grant_in_order()
+        timer = self._lease_timer(link, transfer_id, self._lease_s)
+        part = _Part(offer, whole, offer.source.tensors, self._clock(), timer)
+        self._parts[link, transfer_id] = part
+        whole.parts.append(part)
+        whole.heads.append(offer.heads)
 
     def _grant_came_too_late(self, link: Link, transfer_id: int) -> None:
         waiting = self._stop_waiting(link, transfer_id)
@@ -258,16 +309,138 @@ class Receiver:
             link.notify()
             self._grant_in_order()
 
-    def _stop_waiting(self, link: Link, transfer_id: int) -> _Waiting | None:
+    def _stop_waiting(self, link: Link, transfer_id: int) -> _Offer | None:
         for waiting in self._waiting:
             if waiting.link is link and waiting.transfer_id == transfer_id:
                 self._waiting.remove(waiting)
-                waiting.timer.cancel()
+                if waiting.timer is not None:
+                    waiting.timer.cancel()
                 return waiting
         return None
 
-    def _forget(self, link: Link, transfer_id: int) -> _Transfer | None:
-        transfer = self._transfers.pop((link, transfer_id), None)
-        if transfer is not None:
-            transfer.lease_timer.cancel()
-        return transfer
+    # Grants.
+
+    def _descriptor_ended(self, link: Link, transfer_id: int, index: int) -> None:
+        part = self._parts.get((link, transfer_id))
+        if part is not None:
+            part.heard = self._clock()
+            _, layer = part.tensors[index]
+            first, last = part.offer.heads
+            part.whole.arrival.layer_ended(layer, num_heads=last - first)
+
+    def _all_ended(self, link: Link, transfer_id: int) -> None:
+        part = self._forget(link, transfer_id)
+        if part is None:
+            return
+        link.session.acknowledge(transfer_id, now=self._clock())
+        whole = part.whole
+        whole.parts.remove(part)
+        if whole.parts or self._unfilled.get(part.offer.offer.key) is whole:
+            return
+        if whole.arrival.state is ArrivalState.ABORTING:
+            whole.arrival.ended(quiet=whole.quiet)
+        elif whole.arrival.state is ArrivalState.ARRIVING:
+            if whole.page_keys is not None:
+                self._pool.resident.insert(whole.page_keys, whole.written)
+            whole.arrival.completed()
+
+    def _abort(self, arrival: Arrival, reason: str) -> None:
+        """The application does not want the arrival any more."""
+        for part in [part for part in self._parts.values() if part.whole.arrival is arrival]:
+            self._abort_part(part, ErrorCode.ABORTED, reason)
+        self._end_if_over(arrival)
+
+    def _abort_part(self, part: _Part, code: ErrorCode, reason: str) -> None:
+        part.offer.link.session.abort(part.offer.transfer_id, code, reason, now=self._clock())
+        part.offer.link.notify()
+
+    def _stopped(self, link: Link, transfer_id: int, error: HurrayError) -> None:
+        """The sender wants out, or broke the protocol: its pages wait for QUIET, or for the end of the session."""
+        if self._stop_waiting(link, transfer_id) is not None:
+            self._grant_in_order()
+            return
+        part = self._parts.get((link, transfer_id))
+        if part is not None:
+            self._stop_whole(part.whole, error, but=part)
+
+    def _stop_whole(self, whole: _Whole, error: HurrayError, *, but: _Part) -> None:
+        """One part will not come: the arrival fails, and the other senders are told to stop."""
+        if whole.arrival.stopping(error):
+            self._unfill(whole)
+            for part in whole.parts:
+                if part is not but:
+                    self._abort_part(part, ErrorCode.ABORTED, f"another sender failed: {error}")
+
+    def _part_ended(self, part: _Part, *, quiet: bool) -> None:
+        """A part that will not be complete has ended."""
+        whole = part.whole
+        whole.quiet = whole.quiet and quiet
+        whole.parts.remove(part)
+        self._stop_whole(whole, PeerLostError(f"the sender gave up on {whole.arrival.key!r}"), but=part)
+        if not whole.parts:
+            whole.arrival.ended(quiet=whole.quiet)
+
+    def _end_if_over(self, arrival: Arrival) -> None:
+        """An arrival that was aborted while no sender was busy with it, since further ones had not come yet."""
+        for whole in [whole for whole in self._unfilled.values() if whole.arrival is arrival]:
+            self._unfill(whole)
+            if not whole.parts:
+                arrival.ended(quiet=whole.quiet)
+
+    def _watch_unfilled(self, whole: _Whole) -> None:
+        """Senders of the remaining heads have one lease to come, counted from the last that did."""
+        asyncio.get_running_loop().call_later(self._lease_s, partial(self._unfilled_due, whole, len(whole.heads)))
+
+    def _unfilled_due(self, whole: _Whole, num_parts: int) -> None:
+        if self._unfilled.get(whole.offer.offer.key) is not whole:
+            return
+        if len(whole.heads) > num_parts or whole.parts:
+            self._watch_unfilled(whole)
+            return
+        error = DeadlineExceededError(
+            f"senders of the other heads of {whole.arrival.key!r} did not come", field="lease_s", value=self._lease_s
+        )
+        if whole.arrival.stopping(error):
+            self._unfill(whole)
+            whole.arrival.ended(quiet=whole.quiet)
+
+    def _unfill(self, whole: _Whole) -> None:
+        if self._unfilled.get(whole.offer.offer.key) is whole:
+            del self._unfilled[whole.offer.offer.key]
+
+    def _lost(self, link: Link, error: HurrayError) -> None:
+        for waiting in [waiting for waiting in self._waiting if waiting.link is link]:
+            self._stop_waiting(link, waiting.transfer_id)
+        for of_link, transfer_id in [key for key in self._parts if key[0] is link]:
+            part = self._forget(of_link, transfer_id)
+            if part is not None:
+                self._stop_whole(part.whole, error, but=part)
+                self._part_ended(part, quiet=False)
+        self._grant_in_order()
+
+    # Leases.
+
+    def _lease_timer(self, link: Link, transfer_id: int, after_s: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(after_s, partial(self._lease_due, link, transfer_id))
+
+    def _lease_due(self, link: Link, transfer_id: int) -> None:
+        """Nothing heard for too long: once to ask for the end, once more to stop waiting for it."""
+        part = self._parts[link, transfer_id]
+        left_s = part.heard + self._lease_s - self._clock()
+        if left_s > 0:
+            part.lease_timer = self._lease_timer(link, transfer_id, left_s)
+            return
+        error = DeadlineExceededError("the sender let the lease run out", field="lease_s", value=self._lease_s)
+        if part.whole.arrival.state is ArrivalState.ARRIVING:
+            self._stop_whole(part.whole, error, but=part)
+            self._abort_part(part, ErrorCode.LEASE_EXPIRED, str(error))
+            part.lease_timer = self._lease_timer(link, transfer_id, self._lease_s)
+        else:
+            self._forget(link, transfer_id)
+            self._part_ended(part, quiet=False)
+
+    def _forget(self, link: Link, transfer_id: int) -> _Part | None:
+        part = self._parts.pop((link, transfer_id), None)
+        if part is not None:
+            part.lease_timer.cancel()
+        return part

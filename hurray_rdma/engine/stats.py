@@ -18,7 +18,9 @@ class TransferStats:
     num_table_entries: int
     """Page references of all sequences, of one layer and role: an aliased page counts each time."""
     num_pages: int
-    """Physical pages that travelled, of one layer and role: each once."""
+    """Pages of the receiver that were written, of one layer and role: each physical page once."""
+    num_resident: int
+    """Pages that the receiver had already, of one layer and role: they were not sent."""
     logical_nbytes: int
     """Bytes if every sequence had been sent by itself."""
     sent_nbytes: int

@@ -16,15 +16,14 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import Snapshot
+from hurray_rdma.cache import CacheSpec, PoolLayout, Snapshot
 from hurray_rdma.control import ClientSession, ErrorCode, Grant, Offer, Pool
-from hurray_rdma.engine.batch import Batch
-from hurray_rdma.engine.compat import check_pool
+from hurray_rdma.engine.compat import page_map_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, TransferAbortedError
-from hurray_rdma.format import Dialect, encode_many
-from hurray_rdma.plan import Plan, build_plan
-from hurray_rdma.transport import RemoteMemory, StopFlag
+from hurray_rdma.format import Dialect, ElementType, encode_many
+from hurray_rdma.plan import Move, Plan, check_pair, plan_transfer
+from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
 __all__ = ["Transfer", "TransferRoute"]
 
@@ -53,6 +52,12 @@ class TransferRoute(Protocol):
     def pool(self) -> Pool:
         """The peer's receive pool."""
 
+    def layout(self) -> PoolLayout:
+        """Its layout, checked."""
+
+    def zeros(self, nbytes: int) -> Region:
+        """A registered region of at least so many bytes, all zero."""
+
     def remote_memories(self) -> Sequence[RemoteMemory]:
         """Its regions, opened."""
 
@@ -73,10 +78,22 @@ class Transfer:
     exception aborts the transfer, and returns only when nothing of it is in flight any more.
     """
 
-    def __init__(self, route: TransferRoute, snapshot: Snapshot, key: str, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        route: TransferRoute,
+        snapshot: Snapshot,
+        key: str,
+        *,
+        page_keys: NDArray[np.uint8] | None,
+        zero_tails: bool,
+        timeout_s: float,
+    ) -> None:
         self._route = route
         self._snapshot = snapshot
         self._key = key
+        self._page_keys = page_keys
+        self._zero_tails = zero_tails
+        self._zeros: Region | None = None
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._started = 0.0
@@ -86,7 +103,6 @@ class Transfer:
         self._acknowledged: asyncio.Future[None] = self._loop.create_future()
         self._stop = StopFlag()
         self._error: HurrayError | None = None
-        self._plans: dict[tuple[int, int], Plan] = {}
         self._sent_layers: set[int] = set()
         self._moving: set[asyncio.Future[None]] = set()
         self._num_operations = 0
@@ -129,16 +145,16 @@ class Transfer:
             GeometryError: there is no such layer, or it was sent before.
             HurrayError: the transfer failed; leave the `async with` block.
         """
-        spec = self._snapshot.pool.spec
-        if not 0 <= layer < spec.num_layers:
-            raise GeometryError(f"must be from 0 to {spec.num_layers - 1}", field="layer", value=layer)
+        if layer not in self._snapshot.pool.spec.layer_indices:
+            known = self._snapshot.pool.spec.layer_indices
+            raise GeometryError(f"must be one of {known}", field="layer", value=layer)
         if layer in self._sent_layers:
             raise GeometryError("was sent before", field="layer", value=layer)
         await self._send([layer])
 
     async def send_rest(self) -> None:
         """Moves every layer that was not sent yet, in order, as `send_layer` does."""
-        await self._send([n for n in range(self._snapshot.pool.spec.num_layers) if n not in self._sent_layers])
+        await self._send([n for n in self._snapshot.pool.spec.layer_indices if n not in self._sent_layers])
 
     async def abort(self, reason: str = "the sender does not want it any more") -> None:
         """Ends the transfer; returns when nothing of it is in flight any more."""
@@ -173,15 +189,9 @@ class Transfer:
         self._started = time.monotonic()
         self._deadline = self._started + self._timeout_s
         snapshot, pool = self._snapshot, self._route.pool()
-        spec = snapshot.pool.spec
-        check_pool(spec, pool)
-        batch = Batch.of(
-            snapshot.block_table,
-            snapshot.seq_ptr,
-            snapshot.seq_lens,
-            page_size=spec.page_size,
-            num_pages=snapshot.pool.num_pages,
-        )
+        spec, dest = snapshot.pool.spec, self._route.layout()
+        check_pair(spec, dest.spec)
+        page_map = page_map_of(snapshot, dest.spec)
         session = self._route.session
         offer = Offer(
             key=self._key,
@@ -192,6 +202,9 @@ class Transfer:
             seq_ptr=snapshot.seq_ptr,
             seq_lens=snapshot.seq_lens,
             order=str(spec.order),
+            head_offset=spec.head_offset,
+            total_heads=spec.heads_of_model,
+            page_keys=self._page_keys if self._page_keys is not None else np.empty((0, 0), np.uint8),
             deadline_s=self._timeout_s,
         )
         transfer_id = session.offer(offer, now=self._loop.time(), timeout_s=self._timeout_s)
@@ -200,35 +213,19 @@ class Transfer:
         self._route.notify()
         try:
             grant = await self._wait(self._granted, "a grant")
-            self._plan(batch, grant, pool)
+            self._plan = plan_transfer(
+                snapshot.pool.layout,
+                dest,
+                page_map,
+                grant.page_ids,
+                resident=grant.resident if len(grant.resident) else None,
+                zero_tails=self._zero_tails,
+            )
+            if self._plan.zeros_nbytes:
+                self._zeros = self._route.zeros(self._plan.zeros_nbytes)
         except BaseException:
             await self._give_up("the offer came to nothing")
             raise
-        self._batch = batch
-
-    def _plan(self, batch: Batch, grant: Grant, pool: Pool) -> None:
-        if len(grant.page_ids) != batch.num_pages:
-            raise GeometryError(
-                f"must be the {batch.num_pages} pages that travel", field="granted pages", value=len(grant.page_ids)
-            )
-        if len(grant.page_ids) and int(grant.page_ids.max()) >= pool.num_pages:
-            raise GeometryError(
-                f"is not below the peer's num_pages {pool.num_pages}",
-                field="granted page ID",
-                value=int(grant.page_ids.max()),
-            )
-        src_pool = self._snapshot.pool
-        self._segments = [src_pool.segment(role, layer) for role, layer in src_pool.spec.tensors]
-        for src, dst in zip(self._segments, pool.segments, strict=True):
-            strides = (src.page_stride_nbytes, dst.page_stride_nbytes)
-            if strides not in self._plans:
-                self._plans[strides] = build_plan(
-                    batch.page_ids,
-                    grant.page_ids,
-                    page_nbytes=src_pool.spec.page_nbytes,
-                    src_stride_nbytes=strides[0],
-                    dst_stride_nbytes=strides[1],
-                )
 
     async def _send(self, layers: list[int]) -> None:
         if self._error is not None:
@@ -252,39 +249,42 @@ class Transfer:
         Small layers go several at a time: a call costs as much as copying a few pages.
         """
         spec = self._snapshot.pool.spec
-        layer_nbytes = max(1, self._batch.num_pages * spec.page_nbytes * len(spec.roles))
+        layer_nbytes = max(1, self._plan.nbytes // spec.num_layers)
         step = max(1, _MIN_WRITE_NBYTES // layer_nbytes)
         for start in range(0, len(layers), step):
-            indices = [
-                layer * len(spec.roles) + role
-                for layer in layers[start : start + step]
-                for role in range(len(spec.roles))
-            ]
-            self._write(indices)
-            self._loop.call_soon_threadsafe(self._ended, indices)
+            some = layers[start : start + step]
+            self._write([move for layer in some for role in spec.roles for move in self._plan.moves(role, layer)])
+            ended = [spec.index(role, layer) for layer in some for role in spec.roles]
+            self._loop.call_soon_threadsafe(self._ended, ended)
 
-    def _write(self, indices: list[int]) -> None:
-        """Writes the pages of some tensors: one call for all that lie in the same two regions with the same plan."""
-        src_pool, pool = self._snapshot.pool, self._route.pool()
-        memories = self._route.remote_memories()
-        together: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
-        for index in indices:
-            src, dst = self._segments[index], pool.segments[index]
-            place = (src.region_index, dst.region_index, src.page_stride_nbytes, dst.page_stride_nbytes)
-            together.setdefault(place, []).append((src.offset_nbytes, dst.offset_nbytes))
-        for (src_region, dst_region, *strides), bases in together.items():
-            src_offsets, dst_offsets, lengths = _placed(self._plans[strides[0], strides[1]], bases)
-            moved = memories[dst_region].write(
-                src_pool.regions[src_region],
-                src_offsets=src_offsets,
-                dst_offsets=dst_offsets,
-                lengths=lengths,
-                stop=self._stop,
-                timeout_s=self._deadline - time.monotonic(),
-            )
-            self._num_operations += moved.num_operations
-            self._nbytes += moved.nbytes
-            self._write_seconds += moved.seconds
+    def _write(self, moves: list[Move]) -> None:
+        """Writes some moves: one call for all with the same program between the same two regions."""
+        together: dict[tuple[int, int, int], list[Move]] = {}
+        for move in moves:
+            key = (id(move.program), move.src_region_index, move.dst_region_index)
+            together.setdefault(key, []).append(move)
+        for (_, src_region, dst_region), same in together.items():
+            src = self._snapshot.pool.regions[src_region]
+            bases = [(move.src_base_nbytes, move.dst_base_nbytes) for move in same]
+            for plan in same[0].program.plans():
+                self._write_plan(src, dst_region, plan, bases)
+            zeros = same[0].program.zeros
+            if zeros is not None and self._zeros is not None:
+                self._write_plan(self._zeros, dst_region, zeros, [(0, dst_base) for _, dst_base in bases])
+
+    def _write_plan(self, src: Region, dst_region: int, plan: Plan, bases: list[tuple[int, int]]) -> None:
+        src_offsets, dst_offsets, lengths = _placed(plan, bases)
+        moved = self._route.remote_memories()[dst_region].write(
+            src,
+            src_offsets=src_offsets,
+            dst_offsets=dst_offsets,
+            lengths=lengths,
+            stop=self._stop,
+            timeout_s=self._deadline - time.monotonic(),
+        )
+        self._num_operations += moved.num_operations
+        self._nbytes += moved.nbytes
+        self._write_seconds += moved.seconds
 
     def _ended(self, indices: list[int]) -> None:
         if self._error is None and self._transfer_id is not None:
@@ -293,12 +293,12 @@ class Transfer:
             self._route.notify()
 
     async def _finish(self) -> None:
-        num_layers = self._snapshot.pool.spec.num_layers
+        layers = self._snapshot.pool.spec.layer_indices
         try:
-            if self._error is None and len(self._sent_layers) < num_layers:
-                missing = [layer for layer in range(num_layers) if layer not in self._sent_layers]
+            missing = [layer for layer in layers if layer not in self._sent_layers]
+            if self._error is None and missing:
                 raise GeometryError(
-                    f"layers {missing[:8]} of {num_layers} were not sent",
+                    f"layers {missing[:8]} of {len(layers)} were not sent",
                     field="len(sent layers)",
                     value=len(self._sent_layers),
                     fix="Call send_layer for each, or send_rest, before leaving the block",
@@ -311,15 +311,18 @@ class Transfer:
         self._stats = self._collect()
 
     def _collect(self) -> TransferStats:
-        snapshot, spec, batch = self._snapshot, self._snapshot.pool.spec, self._batch
+        snapshot, spec, plan = self._snapshot, self._snapshot.pool.spec, self._plan
+        num_entries = int((-(-snapshot.seq_lens.astype(np.int64) // spec.page_size)).sum())
+        nbytes_per_page = sum(_page_nbytes(spec))
         memory = self._route.remote_memories()[0]
         return TransferStats(
             key=self._key,
             num_sequences=snapshot.num_seqs,
             num_tokens=snapshot.total_tokens,
-            num_table_entries=len(batch.inverse),
-            num_pages=batch.num_pages,
-            logical_nbytes=len(batch.inverse) * spec.page_nbytes * len(spec.tensors),
+            num_table_entries=num_entries,
+            num_pages=plan.num_pages,
+            num_resident=plan.num_resident,
+            logical_nbytes=num_entries * nbytes_per_page * len(spec.tensors),
             sent_nbytes=self._nbytes,
             num_operations=self._num_operations,
             seconds=time.monotonic() - self._started,
@@ -358,6 +361,12 @@ class Transfer:
     def _forget(self) -> None:
         if self._transfer_id is not None:
             self._route.forget(self._transfer_id)
+
+
+def _page_nbytes(spec: CacheSpec) -> tuple[int, int, int]:
+    """Bytes of one page of one role of one layer, of its scales and of its zero points."""
+    scales = spec.page_size * ElementType.from_name(spec.scale_dtype).nbytes(1) if spec.scale_dtype else 0
+    return spec.page_nbytes, scales, spec.page_size * ElementType.INT32.nbytes(1) if spec.zero_points else 0
 
 
 def _placed(plan: Plan, bases: list[tuple[int, int]]) -> tuple[Offsets, Offsets, Offsets]:

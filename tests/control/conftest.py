@@ -40,14 +40,15 @@ def make_pool() -> Callable[..., Pool]:
             "pool_id": 7,
             "generation": 3,
             "num_pages": 10,
-            "num_layers": 2,
+            "layers": (0, 1),
+            "total_heads": 2,
             "num_heads": 2,
             "head_dim": 8,
             "page_size": 4,
             "dtype": "bfloat16",
             "roles": ("key", "value"),
             "regions": (PoolRegion(remote_addr=0x1000, nbytes=4 * 1280, rkey=b"rkey"),),
-            "segments": tuple(PoolSegment(0, i * 1280, 128) for i in range(4)),
+            "segments": tuple(PoolSegment(0, i * 1280, 128, 32, 16) for i in range(4)),
         }
         return Pool(**(facts | changes))  # type: ignore[arg-type]
 

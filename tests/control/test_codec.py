@@ -127,9 +127,20 @@ def test_private_messages_survive_the_way(
         assert getattr(again, name).flags.aligned
     for name in ("key", "pool_id", "generation", "descriptors", "order", "deadline_s", "num_descriptors"):
         assert getattr(again, name) == getattr(offer, name)
+    assert again.page_keys.shape == (0, 0)
+    keys = np.arange(4 * 32, dtype=np.uint8).reshape(4, 32)
+    keyed = decode_one(encode(make_offer(page_keys=keys, head_offset=2, total_heads=8), 2))
+    assert isinstance(keyed, Offer)
+    np.testing.assert_array_equal(keyed.page_keys, keys)
+    assert (keyed.head_offset, keyed.total_heads) == (2, 8)
     granted = decode_one(encode(grant, 2))
     assert isinstance(granted, Grant)
     assert granted.page_ids.tolist() == [4, 0, 9]
+    assert granted.resident.tolist() == []
+    known = Grant(generation=3, page_ids=grant.page_ids, resident=np.array([True, False, True]), lease_s=1.0)
+    again_known = decode_one(encode(known, 2))
+    assert isinstance(again_known, Grant)
+    assert again_known.resident.tolist() == [True, False, True]
     assert (granted.generation, granted.lease_s) == (3, 30.0)
 
 
@@ -159,6 +170,11 @@ def test_empty_batch_can_be_offered_and_granted(make_offer: Callable[..., Offer]
         ({"deadline_s": 0.0}, ConfigError, "deadline_s"),
         ({"deadline_s": float("nan")}, ConfigError, "deadline_s"),
         ({"key": "k" * 1025}, ConfigError, "at most 1024"),
+        ({"head_offset": -1}, ConfigError, "head_offset"),
+        ({"total_heads": 2**32}, ConfigError, "total_heads"),
+        ({"page_keys": np.zeros((3, 32), np.uint8)}, GeometryError, "the 4 entries"),
+        ({"page_keys": np.zeros((4, 257), np.uint8)}, GeometryError, "at most 256 bytes"),
+        ({"page_keys": np.zeros(4, np.uint8)}, GeometryError, "two axes"),
     ],
 )
 def test_bad_offers_cannot_be_made(
@@ -175,17 +191,19 @@ REGION = PoolRegion(remote_addr=0x1000, nbytes=4 * 1280, rkey=b"rkey")
     ("changes", "text"),
     [
         ({"num_pages": 0}, "num_pages = 0"),
-        ({"num_pages": 11}, r"segments\[3\] ends at byte 5248 of region 0, which has 5120"),
+        ({"num_pages": 11}, r"segments\[3\] has its last page at byte 5120 of region 0, which has 5120"),
         ({"head_dim": 2**32}, "head_dim"),
         ({"roles": ()}, "roles"),
-        ({"roles": ("key", "key")}, "roles"),
-        ({"num_layers": 3}, "4 segments, but 3 layers of 2 roles need 6"),
-        ({"segments": (PoolSegment(1, 0, 128),) * 4}, r"segments\[0\].region_index = 1"),
-        ({"segments": (PoolSegment(-1, 0, 128),) * 4}, "region_index = -1"),
-        ({"segments": (PoolSegment(0, -1, 128),) * 4}, "offset -1"),
-        ({"segments": (PoolSegment(0, 0, 127),) * 4}, "127 .at least the 128 bytes of a page"),
-        ({"segments": (PoolSegment(0, 3841, 128),) * 4}, "ends at byte 5121"),
-        ({"dtype": "float7"}, "float7"),
+        ({"layers": ()}, "layers"),
+        ({"segments": ()}, "segments"),
+        ({"total_heads": 0}, "total_heads = 0"),
+        ({"head_offset": -1}, "head_offset = -1"),
+        ({"segments": (PoolSegment(1, 0, 128, 32, 16),) * 4}, r"segments\[0\].region_index = 1"),
+        ({"segments": (PoolSegment(-1, 0, 128, 32, 16),) * 4}, "region_index = -1"),
+        ({"segments": (PoolSegment(0, -1, 128, 32, 16),) * 4}, "offset_nbytes = -1"),
+        ({"segments": (PoolSegment(0, 0, -128, 32, 16),) * 4}, "page_stride_nbytes = -128"),
+        ({"segments": (PoolSegment(0, 0, 128, 2**64, 16),) * 4}, "token_stride_nbytes"),
+        ({"segments": (PoolSegment(0, 0, 128, 32, -1),) * 4}, "head_stride_nbytes = -1"),
     ],
 )
 def test_bad_pools_cannot_be_made(changes: dict[str, object], text: str, make_pool: Callable[..., Pool]) -> None:
@@ -211,14 +229,22 @@ def test_a_page_granted_twice() -> None:
         (0xF0, ("name", "token", b"host", b"address", -1.0)),
         (0xF0, ("name", "token", b"host", b"address", float("inf"))),
         (0xF0, ("name", 5, b"host", b"address", 0.25)),
-        (0xF1, (1, 2, False, 2**64 - 1, 1, 1, 1, 1, "int8", ("key",), "NHD", "cpu", (), ())),
-        (0xF1, (1, 2, False, 1, 1, 1, 1, 1, "int8", ("key",), "NHD", "cpu", ((1, 2**64 - 1, b""),), ((0, 0, 1),))),
-        (0xF1, (-1, 2, True, 1, 1, 1, 1, 1, "int8", ("key",), "NHD", "cpu", (), ())),
-        (0xF2, ("k", 1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 1.0)),
-        (0xF3, (1, b"\0\0\0", 1.0)),
-        (0xF3, (1, b"\0\0\0\0\0\0\0\0", 1.0)),
-        (0xF3, (-1, b"", 1.0)),
-        (0xF3, {"generation": 1, "page_ids": b"", "lease_s": 1.0}),
+        (0xF1, (1, 2, False, 2**64 - 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
+        (
+            0xF1,
+            (1, 2, False, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu")
+            + (((1, 2**64 - 1, b""),), ((0, 0, 1, 1, 1),)),
+        ),
+        (0xF1, (-1, 2, True, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", -1, 1.0)),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"abc", 2, 1.0)),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"abc", 0, 1.0)),
+        (0xF3, (1, b"\0\0\0", b"", 1.0)),
+        (0xF3, (1, b"\0\0\0\0\0\0\0\0", b"", 1.0)),
+        (0xF3, (1, b"\0\0\0\0", b"\0\0", 1.0)),
+        (0xF3, (-1, b"", b"", 1.0)),
+        (0xF3, {"generation": 1, "page_ids": b"", "resident": b"", "lease_s": 1.0}),
         (0xF4, (2**32, "reason")),
         (0xF4, (1, "r" * 4097)),
     ],

@@ -41,14 +41,15 @@ POOL = Pool(
     pool_id=1,
     generation=1,
     num_pages=8,
-    num_layers=1,
+    layers=(0,),
+    total_heads=1,
     num_heads=1,
     head_dim=1,
     page_size=1,
     dtype="int8",
     roles=("key",),
     regions=(PoolRegion(remote_addr=0, nbytes=8, rkey=b""),),
-    segments=(PoolSegment(0, 0, 1),),
+    segments=(PoolSegment(0, 0, 1, 1, 1),),
 )
 
 
