@@ -1,8 +1,8 @@
 """The receiving side of an engine: offers in, grants out, arrivals handed to the application.
 
 Grants go out in the order of arrival, all pages of an offer at once; an offer that does not fit now waits, one that
-never fits is refused at once. Senders that hold slices of the heads fill one arrival together: their offers have one key.
-Runs on the event loop and owns no socket: each connection is a `Link`.
+never fits is refused at once. Senders that hold slices of the heads fill one arrival together: their offers have one
+key. Runs on the event loop and owns no socket: each connection is a `Link`.
 """
 
 from __future__ import annotations
