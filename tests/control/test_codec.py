@@ -232,8 +232,10 @@ def test_a_page_granted_twice() -> None:
         (0xF1, (1, 2, False, 2**64 - 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
         (
             0xF1,
-            (1, 2, False, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu")
-            + (((1, 2**64 - 1, b""),), ((0, 0, 1, 1, 1),)),
+            (
+                *(1, 2, False, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu"),
+                *(((1, 2**64 - 1, b""),), ((0, 0, 1, 1, 1),)),
+            ),
         ),
         (0xF1, (-1, 2, True, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
         (0xF2, ("k", 1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
