@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import Descriptor, DeviceTag, ElementType, KvRole, PerBlockAffine
+from hurray_rdma.format import Descriptor, DeviceTag, ElementType, KvRole, PerBlockAffine, dequantize
 
 __all__ = ["Snapshot"]
 
@@ -121,6 +121,29 @@ class Snapshot:
         if spec.order is PageOrder.HND:
             gathered = gathered.swapaxes(1, 2)
         return gathered.reshape(len(page_ids) * spec.page_size, spec.num_heads, spec.row_items)[:num_tokens]
+
+    def dequantize(self, role: str, *, layer: int, seq: int) -> NDArray[np.float32]:
+        """The real values of one sequence, float32 ``[seq_len, num_heads, head_dim]``: ``scale * (q - zero_point)``.
+
+        Scales and zero points come from the page slots (ADR-024 section 6); without them values are only widened. For a
+        scheme that applies to the whole cache, per tensor or per channel, see `hurray_rdma.format.dequantize`.
+
+        Raises:
+            GeometryError: there is no such role, layer or sequence.
+        """
+        spec, pool = self.pool.spec, self.pool
+        self._check_seq(seq)
+        pages = pool.pages(role, layer)
+        return dequantize(
+            self.descriptors()[spec.index(role, layer)],
+            pages.swapaxes(1, 2) if spec.order is PageOrder.HND else pages,
+            block_table=self.block_table,
+            seq_ptr=self.seq_ptr,
+            seq_lens=self.seq_lens,
+            seq=seq,
+            scales=pool.scales(role, layer) if spec.scale_dtype is not None else None,
+            zero_points=pool.zero_points(role, layer) if spec.zero_points else None,
+        )
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.num_seqs} sequences, {self.total_tokens} tokens, {len(self.block_table)} entries>"

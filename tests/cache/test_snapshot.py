@@ -100,3 +100,35 @@ def test_tables_that_do_not_fit_are_refused_with_place_and_numbers(
 def test_unknown_sequences_are_refused(pool: PagePool) -> None:
     with pytest.raises(GeometryError, match="seq = 1: must be from 0 to 0"):
         Snapshot.from_block_tables(pool, [[1]], seq_lens=[1]).tokens("key", layer=0, seq=1)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_dequantize_goes_through_the_block_table_aliases_included(order: str) -> None:
+    spec = CacheSpec(
+        num_layers=1,
+        num_heads=2,
+        head_dim=4,
+        page_size=4,
+        dtype="int8",
+        scale_dtype="float32",
+        zero_points=True,
+        order=order,  # type: ignore[arg-type]
+    )
+    with PagePool.allocate(spec, 6) as pool:
+        random = np.random.default_rng(8)
+        for role, layer in spec.tensors:
+            pool.pages(role, layer)[...] = random.integers(-128, 128, pool.pages(role, layer).shape, np.int8)
+            pool.scales(role, layer)[...] = random.uniform(0.5, 2, (6, 4)).astype(np.float32)
+            pool.zero_points(role, layer)[...] = random.integers(-9, 9, (6, 4))
+        snapshot = Snapshot.from_block_tables(pool, [[5, 2], [5, 0]], seq_lens=[7, 5])
+        for role in spec.roles:
+            pages, scales, zeros = pool.pages(role, 0), pool.scales(role, 0), pool.zero_points(role, 0)
+            for seq, table in enumerate([[5, 2], [5, 0]]):
+                got = snapshot.dequantize(role, layer=0, seq=seq)
+                assert got.dtype == np.float32
+                assert got.shape == (snapshot.seq_lens[seq], 2, 4)
+                for token in range(len(got)):
+                    page, slot = table[token // 4], token % 4
+                    stored = pages[page][:, slot] if order == "HND" else pages[page][slot]
+                    expected = scales[page, slot] * (stored.astype(np.float32) - zeros[page, slot])
+                    np.testing.assert_array_equal(got[token], expected.astype(np.float32))
