@@ -170,6 +170,12 @@ class Arrival:
         if self._resident is not None:
             self._resident.release()  # nobody was to write into these
 
+    def recovered(self) -> None:
+        """Writes into the quarantined pages have become impossible after all."""
+        self.state = ArrivalState.RELEASED
+        self._pool.allocator.recover(self._written)
+        self._on_freed()
+
     def _free(self) -> None:
         self.state = ArrivalState.RELEASED
         self._written.release()

@@ -117,11 +117,10 @@ class Peer:
 
     async def close(self) -> None:
         """Ends the transfers under way and both channels. Idempotent."""
+        for transfer in list(self._transfers.values()):
+            await transfer.abort("its connection is being closed")
         channel, endpoint = self._channel, self._endpoint
         self._channel = self._endpoint = None
-        lost = PeerLostError(f"the connection to {self.address} was closed here")
-        for transfer in list(self._transfers.values()):
-            transfer.fail(lost)
         if endpoint is not None:
             await asyncio.to_thread(endpoint.close)
         if channel is not None:

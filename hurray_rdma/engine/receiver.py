@@ -104,8 +104,8 @@ class _Whole:
     """Those whose end is not known yet."""
     heads: list[tuple[int, int]] = field(default_factory=list)
     """Granted so far."""
-    quiet: bool = True
-    """False once a part ended in such a way that its writes may still land."""
+    num_loud: int = 0
+    """Parts that ended in such a way that their writes may still land."""
 
 
 class Receiver:
@@ -127,6 +127,7 @@ class Receiver:
         self._waiting: deque[_Offer] = deque()
         self._parts: dict[tuple[Link, int], _Part] = {}
         self._unfilled: dict[str, _Whole] = {}
+        self._given_up: dict[tuple[Link, int], _Whole] = {}  # a late QUIET brings the pages back
         self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
 
     async def next_arrival(self) -> Arrival | None:
@@ -154,9 +155,7 @@ class Receiver:
             ):
                 self._stopped(link, transfer_id, error)
             case Quiesced(transfer_id=transfer_id):
-                part = self._forget(link, transfer_id)
-                if part is not None:
-                    self._part_ended(part, quiet=True)
+                self._quiesced(link, transfer_id)
             case SessionClosed(error=error):
                 self._lost(link, error or PeerLostError("the session was closed"))
             case _:
@@ -338,7 +337,7 @@ class Receiver:
         if whole.parts or self._unfilled.get(part.offer.offer.key) is whole:
             return
         if whole.arrival.state is ArrivalState.ABORTING:
-            whole.arrival.ended(quiet=whole.quiet)
+            whole.arrival.ended(quiet=whole.num_loud == 0)
         elif whole.arrival.state is ArrivalState.ARRIVING:
             if whole.page_keys is not None:
                 self._pool.resident.insert(whole.page_keys, whole.written)
@@ -351,6 +350,7 @@ class Receiver:
         self._end_if_over(arrival)
 
     def _abort_part(self, part: _Part, code: ErrorCode, reason: str) -> None:
+        part.heard = self._clock()  # from now on it has one lease to say QUIET
         part.offer.link.session.abort(part.offer.transfer_id, code, reason, now=self._clock())
         part.offer.link.notify()
 
@@ -371,21 +371,32 @@ class Receiver:
                 if part is not but:
                     self._abort_part(part, ErrorCode.ABORTED, f"another sender failed: {error}")
 
+    def _quiesced(self, link: Link, transfer_id: int) -> None:
+        part = self._forget(link, transfer_id)
+        if part is not None:
+            self._part_ended(part, quiet=True)
+            return
+        late = self._given_up.pop((link, transfer_id), None)
+        if late is not None:
+            late.num_loud -= 1
+            if late.num_loud == 0 and late.arrival.state is ArrivalState.QUARANTINED:
+                late.arrival.recovered()
+
     def _part_ended(self, part: _Part, *, quiet: bool) -> None:
         """A part that will not be complete has ended."""
         whole = part.whole
-        whole.quiet = whole.quiet and quiet
+        whole.num_loud += not quiet
         whole.parts.remove(part)
         self._stop_whole(whole, PeerLostError(f"the sender gave up on {whole.arrival.key!r}"), but=part)
         if not whole.parts:
-            whole.arrival.ended(quiet=whole.quiet)
+            whole.arrival.ended(quiet=whole.num_loud == 0)
 
     def _end_if_over(self, arrival: Arrival) -> None:
         """An arrival that was aborted while no sender was busy with it, since further ones had not come yet."""
         for whole in [whole for whole in self._unfilled.values() if whole.arrival is arrival]:
             self._unfill(whole)
             if not whole.parts:
-                arrival.ended(quiet=whole.quiet)
+                arrival.ended(quiet=whole.num_loud == 0)
 
     def _watch_unfilled(self, whole: _Whole) -> None:
         """Senders of the remaining heads have one lease to come, counted from the last that did."""
@@ -402,7 +413,7 @@ class Receiver:
         )
         if whole.arrival.stopping(error):
             self._unfill(whole)
-            whole.arrival.ended(quiet=whole.quiet)
+            whole.arrival.ended(quiet=whole.num_loud == 0)
 
     def _unfill(self, whole: _Whole) -> None:
         if self._unfilled.get(whole.offer.offer.key) is whole:
@@ -416,6 +427,8 @@ class Receiver:
             if part is not None:
                 self._stop_whole(part.whole, error, but=part)
                 self._part_ended(part, quiet=False)
+        for key in [key for key in self._given_up if key[0] is link]:
+            del self._given_up[key]
         self._grant_in_order()
 
     # Leases.
@@ -437,6 +450,7 @@ class Receiver:
             part.lease_timer = self._lease_timer(link, transfer_id, self._lease_s)
         else:
             self._forget(link, transfer_id)
+            self._given_up[link, transfer_id] = part.whole
             self._part_ended(part, quiet=False)
 
     def _forget(self, link: Link, transfer_id: int) -> _Part | None:

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -343,24 +342,36 @@ class Transfer:
             ) from None
 
     async def _give_up(self, reason: str) -> None:
-        """Stops posting, waits for what is in flight, and tells the peer: ABORT, then QUIET if it is quiet."""
+        """Stops posting, waits for what is in flight, tells the peer: ABORT, then QUIET if it is quiet. Idempotent."""
         self._stop.set()
+        cancelled = await self._settle()
+        if self._transfer_id is not None:
+            session, now = self._route.session, self._loop.time()
+            session.abort(self._transfer_id, ErrorCode.ABORTED, reason, now=now)
+            if self._route.quiet():
+                session.quiet(self._transfer_id, now=now)
+            self._route.notify()
+            self._forget()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _settle(self) -> asyncio.CancelledError | None:
+        """Waits for the mover threads, which have been told to stop; pages are in use, so a cancellation waits, too."""
+        cancelled = None
         while self._moving:
-            with suppress(asyncio.CancelledError):  # pages are in use: the caller's cancellation must wait
+            try:
                 await asyncio.wait(self._moving)
-            self._moving = {moving for moving in self._moving if not moving.done()}
-        if self._transfer_id is None:
-            return
-        session, now = self._route.session, self._loop.time()
-        session.abort(self._transfer_id, ErrorCode.ABORTED, reason, now=now)
-        if self._route.quiet():
-            session.quiet(self._transfer_id, now=now)
-        self._route.notify()
-        self._forget()
+            except asyncio.CancelledError as error:
+                cancelled = error
+            for moving in [moving for moving in self._moving if moving.done()]:
+                moving.exception()  # whoever started it has been told, or is gone
+                self._moving.discard(moving)
+        return cancelled
 
     def _forget(self) -> None:
         if self._transfer_id is not None:
             self._route.forget(self._transfer_id)
+            self._transfer_id = None
 
 
 def _page_nbytes(spec: CacheSpec) -> tuple[int, int, int]:

@@ -362,3 +362,74 @@ def test_garbage_on_the_port_harms_nobody() -> None:
             assert pool.allocator.accounts().leased == 1  # the arrival nobody took
 
     asyncio.run(run())
+
+
+def test_every_way_to_leave_a_transfer_gives_the_pages_back() -> None:
+    """Cancelled in each phase, closed under it, aborted late: the receiver's accounts balance in the end."""
+
+    async def run() -> None:
+        with PagePool.allocate(SPEC, 8) as pool, PagePool.allocate(SPEC, 8) as source:
+            snapshot = Snapshot.from_block_tables(source, [[1, 2, 3]], seq_lens=[12])
+            async with Engine(pool, listen="127.0.0.1:0", lease_s=0.4) as engine, Engine(source) as sender:
+                states = []
+
+                async def take() -> None:
+                    async for arrival in engine.arrivals():
+                        states.append(arrival)  # noqa: PERF401 - the loop ends with the engine only
+
+                taking = asyncio.create_task(take())
+                peer = sender.connect(engine.address)
+                await peer.open()
+
+                async def hold(until: asyncio.Event) -> None:
+                    async with peer.begin(snapshot) as transfer:
+                        await transfer.send_layer(0)
+                        until.set()
+                        await asyncio.Event().wait()
+
+                began = asyncio.Event()
+                holding = asyncio.create_task(hold(began))
+                await began.wait()
+                holding.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await holding
+                await settled(pool, free=8)
+
+                # The receiver aborts when the lease is nearly over: the sender still has time to say QUIET.
+                transfer = peer.begin(snapshot)
+                await transfer.__aenter__()
+                await asyncio.sleep(0.35)
+                states[-1].abort("late")
+                await asyncio.sleep(0.1)
+                assert pool.allocator.accounts().quarantined == 0
+                await transfer.abort()
+                await transfer.abort()
+                await settled(pool, free=8)
+
+                # A lease that ran out twice puts the pages into quarantine; a late QUIET brings them back.
+                transfer = peer.begin(snapshot)
+                await transfer.__aenter__()
+                await settled(pool, free=5, quarantined=3)
+                with pytest.raises(DeadlineExceededError):
+                    await states[-1].snapshot()
+                await transfer.abort()
+                await settled(pool, free=8)
+
+                # The sender's connection is closed with a transfer open.
+                transfer = peer.begin(snapshot)
+                await transfer.__aenter__()
+                await peer.close()
+                await peer.close()
+                await settled(pool, free=8)
+                with pytest.raises(TransferAbortedError):
+                    await transfer.send_layer(0)
+                taking.cancel()
+
+    asyncio.run(run())
+
+
+async def settled(pool: PagePool, *, free: int, quarantined: int = 0) -> None:
+    """Returns once the accounts say so; the deadline is the test's failure."""
+    async with asyncio.timeout(10):
+        while (pool.allocator.accounts().free, pool.allocator.accounts().quarantined) != (free, quarantined):
+            await asyncio.sleep(0.01)  # noqa: ASYNC110 - accounts tell nobody when they change
