@@ -431,5 +431,5 @@ def test_every_way_to_leave_a_transfer_gives_the_pages_back() -> None:
 async def settled(pool: PagePool, *, free: int, quarantined: int = 0) -> None:
     """Returns once the accounts say so; the deadline is the test's failure."""
     async with asyncio.timeout(10):
-        while (pool.allocator.accounts().free, pool.allocator.accounts().quarantined) != (free, quarantined):
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - accounts tell nobody when they change
+        while (now := pool.allocator.accounts()).free != free or now.quarantined != quarantined:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # accounts tell nobody when they change
