@@ -53,6 +53,9 @@ class HurrayError(Exception):
         fix: what to do about it, if that is known.
     """
 
+    in_doubt: bool = False
+    """True if bytes of what failed may still arrive at the peer: its pages must not be used again yet."""
+
     def __init__(self, rule: str, *, field: str | None = None, value: object = None, fix: str | None = None) -> None:
         self.rule = rule
         self.field = field

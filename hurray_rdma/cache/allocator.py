@@ -8,6 +8,7 @@ only by leases whose late writes cannot be ruled out yet), and the three always 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -116,6 +117,7 @@ class PageAllocator:
         """Per page, how often it was taken from the free ones: a page with another number has other content."""
         self._num_quarantined = 0
         self._leases: set[Lease] = set()
+        self._watchers: list[Callable[[], None]] = []
 
     @property
     def num_pages(self) -> int:
@@ -242,6 +244,19 @@ class PageAllocator:
         with self._lock:
             return tuple(lease for lease in self._leases if lease.state is LeaseState.QUARANTINED)
 
+    def watch(self, freed: Callable[[], None], /) -> None:
+        """Has ``freed`` called whenever pages may have become free, on whatever thread gave them back.
+
+        It is called under the allocator's lock: it must not call the allocator, nor wait.
+        """
+        with self._lock:
+            self._watchers.append(freed)
+
+    def unwatch(self, freed: Callable[[], None], /) -> None:
+        """Ends `watch`. Harmless when it was ended before."""
+        with self._lock:
+            self._watchers = [each for each in self._watchers if each != freed]
+
     def accounts(self) -> PageAccounts:
         """Where all pages are, at one moment."""
         with self._lock:
@@ -319,4 +334,6 @@ class PageAllocator:
         self._holders[page_ids] -= np.uint32(1)
         self._free.give(page_ids[self._holders[page_ids] == 0])
         self._leases.discard(lease)
+        for freed in self._watchers:
+            freed()
         lease._state = LeaseState.RELEASED

@@ -54,7 +54,6 @@ class Arrival:
         resident: Lease | None,
         timeout_s: float,
         on_abort: Callable[[Arrival, str], None],
-        on_freed: Callable[[], None],
     ) -> None:
         self.key = key
         """The sender's name for it."""
@@ -68,7 +67,6 @@ class Arrival:
         self._resident = resident
         self._timeout_s = timeout_s
         self._on_abort = on_abort
-        self._on_freed = on_freed
         spec = pool.spec
         # A layer is in place when every head of every role is: one sender may have all of them, or a slice.
         self._missing = dict.fromkeys(spec.layer_indices, spec.num_heads * len(spec.roles))
@@ -174,14 +172,12 @@ class Arrival:
         """Writes into the quarantined pages have become impossible after all."""
         self.state = ArrivalState.RELEASED
         self._pool.allocator.recover(self._written)
-        self._on_freed()
 
     def _free(self) -> None:
         self.state = ArrivalState.RELEASED
         self._written.release()
         if self._resident is not None:
             self._resident.release()
-        self._on_freed()
 
     def __repr__(self) -> str:
         return f"<Arrival {self.key!r} {self.state.name.lower()} {self._num_pages} pages>"

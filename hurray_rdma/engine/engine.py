@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -26,12 +26,11 @@ from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.errors import ConfigError
-from hurray_rdma.transport import Context, Worker, default_context
+from hurray_rdma.transport import Context, Worker
 
 __all__ = ["Engine"]
 
-_NUM_MOVERS = 2
-"""Threads that move pages. One fills a lane; the second lets a small transfer pass a large one."""
+_MAX_S = 7 * 86400.0
 
 
 class Engine:
@@ -46,7 +45,7 @@ class Engine:
         lease_s: a sender that is silent for this long after its grant loses it, seconds.
         allow_unauthenticated: listen beyond this host although no token is set: whoever reaches the port may write into
             the pool.
-        context: UCX context; None is the process's own. It must be the one that the pool was made with.
+        context: UCX context; None is the pool's own, and no other will do.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -65,8 +64,8 @@ class Engine:
         context: Context | None = None,
     ) -> None:
         for field, value in (("timeout_s", timeout_s), ("lease_s", lease_s)):
-            if not value > 0:
-                raise ConfigError("must be above 0", field=field, value=value)
+            if not 0 < value <= _MAX_S:
+                raise ConfigError(f"must be above 0 and at most {_MAX_S:.0f}", field=field, value=value)
         self.pool = pool
         self.name = name or f"{platform.node()}:{os.getpid()}"
         self._listen = parse_address(listen) if listen is not None else None
@@ -74,13 +73,17 @@ class Engine:
         self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._allow_unauthenticated = allow_unauthenticated
-        self._context = context or default_context()
+        self._context = pool.regions[0].context if context is None else context
+        if any(region.context is not self._context for region in pool.regions):
+            raise ConfigError(
+                "the pool was made with another UCX context", field="context", value=context, fix="Pass the pool's own"
+            )
         self._worker: Worker | None = None
-        self._movers: ThreadPoolExecutor | None = None
         self._receiver: Receiver | None = None
         self._listener: Listener | None = None
         self._channels: set[Channel] = set()
-        self._peers: list[Peer] = []
+        self._peers: set[Peer] = set()
+        self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -99,7 +102,6 @@ class Engine:
             TransportError: UCX cannot make a worker.
         """
         self._worker = self._context.open_worker()
-        self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix="hurray-mover")
         if self._listen is not None:
             self._receiver = Receiver(
                 self.pool,
@@ -121,22 +123,27 @@ class Engine:
                 raise
 
     async def close(self) -> None:
-        """Ends arrivals and connections, then the UCX worker. Idempotent. The pool stays open."""
-        for peer in list(self._peers):
-            await peer.close()
-        self._peers.clear()
-        if self._listener is not None:
-            await self._listener.close()
-        for channel in list(self._channels):
-            await channel.close()
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._movers is not None:
-            self._movers.shutdown(wait=True)
-            self._movers = None
-        if self._worker is not None:
-            worker, self._worker = self._worker, None
-            await asyncio.to_thread(worker.close)
+        """Ends arrivals and connections, then the UCX worker. Idempotent; goes on when the caller is cancelled.
+
+        The pool stays open.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        # Last in, first out; each step runs, whatever the others raise.
+        async with contextlib.AsyncExitStack() as steps:
+            if self._worker is not None:
+                steps.push_async_callback(asyncio.to_thread, self._worker.close)
+            if self._receiver is not None:
+                steps.callback(self._receiver.close)
+            for channel in list(self._channels):
+                steps.push_async_callback(channel.close)
+            if self._listener is not None:
+                steps.push_async_callback(self._listener.close)
+            for peer in list(self._peers):
+                steps.push_async_callback(peer.close)
 
     @property
     def address(self) -> str:
@@ -159,17 +166,17 @@ class Engine:
         Raises:
             ConfigError: the address cannot be read, or the engine was not started.
         """
-        if self._worker is None or self._movers is None:
+        if self._worker is None or self._closing is not None:
             raise ConfigError("the engine is not running", field="engine", value=self.name, fix="Use `async with`")
         peer = Peer(
             address,
             config=self._config(),
             context=self._context,
             worker=self._worker,
-            movers=self._movers,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            on_closed=self._peers.discard,
         )
-        self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     async def arrivals(self) -> AsyncIterator[Arrival]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -41,6 +41,9 @@ from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteM
 
 __all__ = ["Peer"]
 
+_NUM_MOVERS = 2
+"""Threads of each peer that move pages: a peer that is stuck costs nobody else, a small transfer passes a large one."""
+
 
 class Peer:
     """Another engine that takes snapshots. Made by `Engine.connect`; an async context manager.
@@ -55,12 +58,13 @@ class Peer:
         config: SessionConfig,
         context: Context,
         worker: Worker,
-        movers: ThreadPoolExecutor,
         timeout_s: float,
+        on_closed: Callable[[Peer], None],
     ) -> None:
         self.address = address
         """As given to `Engine.connect`."""
-        self._movers = movers
+        self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix=f"hurray-mover-{address}")
+        self._on_closed = on_closed
         self._host, self._port = parse_address(address)
         self._config = config
         self._context = context
@@ -71,6 +75,8 @@ class Peer:
         self._pool: Pool | None = None
         self._layout: PoolLayout | None = None
         self._zeros: Region | None = None
+        self._connecting: asyncio.Task[Endpoint] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._memories: tuple[RemoteMemory, ...] = ()
         self._ready = asyncio.Event()
         self._error: HurrayError | None = None
@@ -107,24 +113,46 @@ class Peer:
                     f"{self.address} announced no pool in time", field="timeout_s", value=self._timeout_s
                 ) from None
             self._raise_if_lost()
-            self._endpoint = await asyncio.to_thread(
-                self._worker.connect, self._peer_info().worker_address, timeout_s=deadline - time.monotonic()
-            )
+            await self._connect(deadline - time.monotonic())
             self._open_regions()
         except BaseException:
             await self.close()
             raise
 
+    async def _connect(self, timeout_s: float) -> None:
+        def keep(task: asyncio.Task[Endpoint]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self._endpoint = task.result()
+
+        # The thread cannot be interrupted: what it makes must have an owner, also when nobody waits for it any more.
+        task = asyncio.create_task(
+            asyncio.to_thread(self._worker.connect, self._peer_info().worker_address, timeout_s=timeout_s)
+        )
+        task.add_done_callback(keep)
+        self._connecting = task
+        await asyncio.shield(task)
+
     async def close(self) -> None:
-        """Ends the transfers under way and both channels. Idempotent."""
+        """Ends the transfers under way and both channels. Idempotent; goes on when the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         for transfer in list(self._transfers.values()):
             await transfer.abort("its connection is being closed")
-        channel, endpoint = self._channel, self._endpoint
-        self._channel = self._endpoint = None
-        if endpoint is not None:
-            await asyncio.to_thread(endpoint.close)
-        if channel is not None:
-            await channel.close()
+        if self._connecting is not None:
+            await asyncio.wait({self._connecting})
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)  # where it fails, the worker keeps the endpoint
+            self._endpoint = None
+        if self._zeros is not None:
+            self._zeros.close()
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+        self._movers.shutdown(wait=False)
+        self._on_closed(self)
 
     async def send(
         self,
@@ -150,7 +178,8 @@ class Peer:
         Raises:
             GeometryError: the peer's pool cannot take it; nothing was sent.
             PoolExhaustedError: it never fits into the peer's pool; nothing was sent.
-            DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: nothing is in flight any more.
+            DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: the pages of the snapshot may be
+                used again; bytes on their way may still arrive, and the peer keeps its pages until they cannot.
         """
         async with self.begin(
             snapshot, key=key, page_keys=page_keys, zero_tails=zero_tails, timeout_s=timeout_s
@@ -213,6 +242,8 @@ class Peer:
 
     def pool(self) -> Pool:
         self._raise_if_lost()
+        if self._closing is not None:
+            raise PeerLostError(f"the connection to {self.address} was closed here")
         if self._pool is None:
             raise PeerLostError(f"{self.address} has no pool to receive into (any more)")
         return self._pool
@@ -230,9 +261,6 @@ class Peer:
     def remote_memories(self) -> Sequence[RemoteMemory]:
         self._raise_if_lost()
         return self._memories
-
-    def quiet(self) -> bool:
-        return self._endpoint is None or self._endpoint.quiet
 
     def register(self, transfer_id: int, transfer: Transfer) -> None:
         self._transfers[transfer_id] = transfer
@@ -260,7 +288,7 @@ class Peer:
                 | AbortRequested(transfer_id=transfer_id, error=error)
             ):
                 if transfer_id in self._transfers:
-                    self._transfers[transfer_id].fail(error)
+                    self._transfers[transfer_id].ended_by_peer(error)
             case SessionClosed(error=error):
                 self._error = error or PeerLostError(f"the session with {self.address} was closed")
                 self._ready.set()

@@ -8,6 +8,7 @@ key. Runs on the event loop and owns no socket: each connection is a `Link`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ from hurray_rdma.format import Dialect
 from hurray_rdma.plan import PageMap, common_heads, map_keys
 
 __all__ = ["Link", "Receiver"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_WAITING = 1024
 """Offers that may wait for pages; more are refused as busy."""
@@ -129,6 +132,8 @@ class Receiver:
         self._unfilled: dict[str, _Whole] = {}
         self._given_up: dict[tuple[Link, int], _Whole] = {}  # a late QUIET brings the pages back
         self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        pool.allocator.watch(self._pages_freed)
 
     async def next_arrival(self) -> Arrival | None:
         """The next granted transfer; None when the engine has closed."""
@@ -141,6 +146,9 @@ class Receiver:
         """Takes one event of a connection's session; the channel that delivers it sends what this session answers."""
         match event:
             case SessionOpened():
+                if self._pool.closed:
+                    _log.error("%s connected, but the receiving pool is closed", event.peer.engine_name)
+                    return
                 pool = announcement(self._pool, pool_id=_POOL_ID, generation=self._generation)
                 link.session.announce(pool, now=self._clock())
             case Offered(transfer_id=transfer_id, offer=offer):
@@ -162,7 +170,17 @@ class Receiver:
                 pass
 
     def close(self) -> None:
-        """Ends the arrivals: after it `next_arrival` returns None. The sessions must be closed before."""
+        """Ends the arrivals: after it `next_arrival` returns None. The sessions must be closed before. Idempotent.
+
+        What nobody took goes back to the pool.
+        """
+        self._pool.allocator.unwatch(self._pages_freed)
+        for whole in list(self._unfilled.values()):
+            self._abort(whole.arrival, "the engine closed")
+        while not self._arrivals.empty():
+            arrival = self._arrivals.get_nowait()
+            if arrival is not None:
+                arrival.release()
         self._arrivals.put_nowait(None)
 
     # Offers.
@@ -179,9 +197,7 @@ class Receiver:
         except HurrayError as error:
             link.session.refuse(transfer_id, error, now=self._clock())
             return
-        checked.timer = asyncio.get_running_loop().call_later(
-            offer.deadline_s, partial(self._grant_came_too_late, link, transfer_id)
-        )
+        checked.timer = self._loop.call_later(offer.deadline_s, partial(self._grant_came_too_late, link, transfer_id))
         self._waiting.append(checked)
         self._grant_in_order()
 
@@ -206,20 +222,24 @@ class Receiver:
             )
         return _Offer(link, transfer_id, offer, source, page_map, common_heads(source, self._pool.spec))
 
+    def _pages_freed(self) -> None:
+        """On any thread: looks at the queue again, once, soon."""
+        self._loop.call_soon_threadsafe(self._grant_in_order)
+
     def _grant_in_order(self) -> None:
         """Grants from the head of the queue while pages last; never past an offer that must wait."""
         while self._waiting and not self._pool.closed:
-            head = self._waiting[0]
+            head = self._waiting.popleft()
             whole = self._unfilled.get(head.offer.key)
             try:
                 if whole is not None:
                     self._join(whole, head)
                 elif not self._reserve(head):
+                    self._waiting.appendleft(head)
                     return
             except HurrayError as error:
                 head.link.session.refuse(head.transfer_id, error, now=self._clock())
                 head.link.notify()
-            self._waiting.popleft()
             if head.timer is not None:
                 head.timer.cancel()
 
@@ -235,11 +255,12 @@ class Receiver:
             found, resident, page_ids = here.found, here.lease, here.page_ids.copy()
             page_keys = page_keys[~found]
         num_written = int((~found).sum())
-        if allocator.accounts().free < num_written:
+        try:
+            written = allocator.lease(num_written)
+        except PoolExhaustedError:
             if resident is not None:
                 resident.release()
             return False
-        written = allocator.lease(num_written)
         page_ids[~found] = written.page_ids
         arrival = Arrival(
             self._pool,
@@ -250,7 +271,6 @@ class Receiver:
             resident=resident,
             timeout_s=self._timeout_s,
             on_abort=self._abort,
-            on_freed=self._grant_in_order,
         )
         whole = _Whole(arrival, offer, written, page_keys)
         try:
@@ -400,7 +420,7 @@ class Receiver:
 
     def _watch_unfilled(self, whole: _Whole) -> None:
         """Senders of the remaining heads have one lease to come, counted from the last that did."""
-        asyncio.get_running_loop().call_later(self._lease_s, partial(self._unfilled_due, whole, len(whole.heads)))
+        self._loop.call_later(self._lease_s, partial(self._unfilled_due, whole, len(whole.heads)))
 
     def _unfilled_due(self, whole: _Whole, num_parts: int) -> None:
         if self._unfilled.get(whole.offer.offer.key) is not whole:
@@ -434,7 +454,7 @@ class Receiver:
     # Leases.
 
     def _lease_timer(self, link: Link, transfer_id: int, after_s: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(after_s, partial(self._lease_due, link, transfer_id))
+        return self._loop.call_later(after_s, partial(self._lease_due, link, transfer_id))
 
     def _lease_due(self, link: Link, transfer_id: int) -> None:
         """Nothing heard for too long: once to ask for the end, once more to stop waiting for it."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -60,14 +61,20 @@ class TransferRoute(Protocol):
     def remote_memories(self) -> Sequence[RemoteMemory]:
         """Its regions, opened."""
 
-    def quiet(self) -> bool:
-        """True if no operation of a failed plan is in flight on the endpoint."""
-
     def register(self, transfer_id: int, transfer: Transfer) -> None:
         """From now on the transfer hears of its events."""
 
     def forget(self, transfer_id: int) -> None:
         """It has ended."""
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What one mover has done."""
+
+    num_operations: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class Transfer:
@@ -103,7 +110,8 @@ class Transfer:
         self._stop = StopFlag()
         self._error: HurrayError | None = None
         self._sent_layers: set[int] = set()
-        self._moving: set[asyncio.Future[None]] = set()
+        self._jobs: dict[asyncio.Future[_Moves], Future[_Moves]] = {}
+        self._in_doubt = False
         self._num_operations = 0
         self._nbytes = 0
         self._write_seconds = 0.0
@@ -172,6 +180,12 @@ class Transfer:
         if not self._acknowledged.done():
             self._acknowledged.set_result(None)
 
+    def ended_by_peer(self, error: HurrayError) -> None:
+        """The peer refused it or ends it. QUIET goes out as soon as that is true, whatever the application does."""
+        self.fail(error)
+        if not self._jobs:
+            self._say_the_end("the peer ended it")
+
     def fail(self, error: HurrayError) -> None:
         """The transfer cannot be completed; posting stops, waits end."""
         if self._error is None:
@@ -212,6 +226,7 @@ class Transfer:
         self._route.notify()
         try:
             grant = await self._wait(self._granted, "a grant")
+            self._memories = self._route.remote_memories()
             self._plan = plan_transfer(
                 snapshot.pool.layout,
                 dest,
@@ -230,33 +245,50 @@ class Transfer:
         if self._error is not None:
             raise self._error
         self._sent_layers.update(layers)
-        moving = self._loop.run_in_executor(self._route.movers, self._move, layers)
-        self._moving.add(moving)
+        job = self._route.movers.submit(self._move, layers)
+        moving = asyncio.wrap_future(job)
+        self._jobs[moving] = job
         try:
-            await asyncio.shield(moving)
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                moves = await asyncio.shield(moving)
+        except (TimeoutError, DeadlineExceededError) as error:
+            late = DeadlineExceededError("pages were not moved in time", field="timeout_s", value=self._timeout_s)
+            self.fail(late)
+            raise late from error
         except HurrayError as error:
             self.fail(error)
             # Posting stops for a reason: an abort or a lost peer tells more than "stopped".
             raise self._error or error from error
         finally:
             if moving.done():
-                self._moving.discard(moving)
+                del self._jobs[moving]
+        self._num_operations += moves.num_operations
+        self._nbytes += moves.nbytes
+        self._write_seconds += moves.seconds
 
-    def _move(self, layers: list[int]) -> None:
+    def _move(self, layers: list[int]) -> _Moves:
         """In a mover thread: writes layer by layer, and has the loop tell the peer of each.
 
         Small layers go several at a time: a call costs as much as copying a few pages.
         """
-        spec = self._snapshot.pool.spec
+        spec, moves = self._snapshot.pool.spec, _Moves()
         layer_nbytes = max(1, self._plan.nbytes // spec.num_layers)
         step = max(1, _MIN_WRITE_NBYTES // layer_nbytes)
-        for start in range(0, len(layers), step):
-            some = layers[start : start + step]
-            self._write([move for layer in some for role in spec.roles for move in self._plan.moves(role, layer)])
-            ended = [spec.index(role, layer) for layer in some for role in spec.roles]
-            self._loop.call_soon_threadsafe(self._ended, ended)
+        try:
+            for start in range(0, len(layers), step):
+                some = layers[start : start + step]
+                self._write([m for layer in some for role in spec.roles for m in self._plan.moves(role, layer)], moves)
+                ended = [spec.index(role, layer) for layer in some for role in spec.roles]
+                self._loop.call_soon_threadsafe(self._ended, ended)
+        except HurrayError as error:
+            self._in_doubt = self._in_doubt or error.in_doubt
+            raise
+        except BaseException:
+            self._in_doubt = True
+            raise
+        return moves
 
-    def _write(self, moves: list[Move]) -> None:
+    def _write(self, moves: list[Move], done: _Moves) -> None:
         """Writes some moves: one call for all with the same program between the same two regions."""
         together: dict[tuple[int, int, int], list[Move]] = {}
         for move in moves:
@@ -266,24 +298,24 @@ class Transfer:
             src = self._snapshot.pool.regions[src_region]
             bases = [(move.src_base_nbytes, move.dst_base_nbytes) for move in same]
             for plan in same[0].program.plans():
-                self._write_plan(src, dst_region, plan, bases)
+                self._write_plan(src, dst_region, plan, bases, done)
             zeros = same[0].program.zeros
             if zeros is not None and self._zeros is not None:
-                self._write_plan(self._zeros, dst_region, zeros, [(0, dst_base) for _, dst_base in bases])
+                self._write_plan(self._zeros, dst_region, zeros, [(0, dst_base) for _, dst_base in bases], done)
 
-    def _write_plan(self, src: Region, dst_region: int, plan: Plan, bases: list[tuple[int, int]]) -> None:
+    def _write_plan(self, src: Region, dst_region: int, plan: Plan, bases: list[tuple[int, int]], done: _Moves) -> None:
         src_offsets, dst_offsets, lengths = _placed(plan, bases)
-        moved = self._route.remote_memories()[dst_region].write(
+        moved = self._memories[dst_region].write(
             src,
             src_offsets=src_offsets,
             dst_offsets=dst_offsets,
             lengths=lengths,
             stop=self._stop,
-            timeout_s=self._deadline - time.monotonic(),
+            timeout_s=max(0.0, self._deadline - time.monotonic()),
         )
-        self._num_operations += moved.num_operations
-        self._nbytes += moved.nbytes
-        self._write_seconds += moved.seconds
+        done.num_operations += moved.num_operations
+        done.nbytes += moved.nbytes
+        done.seconds += moved.seconds
 
     def _ended(self, indices: list[int]) -> None:
         if self._error is None and self._transfer_id is not None:
@@ -313,7 +345,7 @@ class Transfer:
         snapshot, spec, plan = self._snapshot, self._snapshot.pool.spec, self._plan
         num_entries = int((-(-snapshot.seq_lens.astype(np.int64) // spec.page_size)).sum())
         nbytes_per_page = sum(_page_nbytes(spec))
-        memory = self._route.remote_memories()[0]
+        memory = self._memories[0]
         return TransferStats(
             key=self._key,
             num_sequences=snapshot.num_seqs,
@@ -345,27 +377,34 @@ class Transfer:
         """Stops posting, waits for what is in flight, tells the peer: ABORT, then QUIET if it is quiet. Idempotent."""
         self._stop.set()
         cancelled = await self._settle()
+        self._say_the_end(reason)
+        if cancelled is not None:
+            raise cancelled
+
+    def _say_the_end(self, reason: str) -> None:
+        """With no mover busy: ABORT if the peer does not know yet, and QUIET unless bytes may still land."""
         if self._transfer_id is not None:
             session, now = self._route.session, self._loop.time()
             session.abort(self._transfer_id, ErrorCode.ABORTED, reason, now=now)
-            if self._route.quiet():
+            if not self._in_doubt:
                 session.quiet(self._transfer_id, now=now)
             self._route.notify()
             self._forget()
-        if cancelled is not None:
-            raise cancelled
 
     async def _settle(self) -> asyncio.CancelledError | None:
         """Waits for the mover threads, which have been told to stop; pages are in use, so a cancellation waits, too."""
         cancelled = None
-        while self._moving:
+        for job in self._jobs.values():
+            job.cancel()  # one that has not begun never will
+        while self._jobs:
             try:
-                await asyncio.wait(self._moving)
+                await asyncio.wait(self._jobs)
             except asyncio.CancelledError as error:
                 cancelled = error
-            for moving in [moving for moving in self._moving if moving.done()]:
-                moving.exception()  # whoever started it has been told, or is gone
-                self._moving.discard(moving)
+            for moving in [moving for moving in self._jobs if moving.done()]:
+                del self._jobs[moving]
+                if not moving.cancelled():
+                    moving.exception()  # whoever started it has been told, or is gone
         return cancelled
 
     def _forget(self) -> None:

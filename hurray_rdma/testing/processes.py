@@ -36,6 +36,7 @@ class Child:
     def __init__(self, function: Callable[..., None], *args: Any, deadline_s: float = 60.0) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
+        self._killed_by: int | None = None
         self._deadline = time.monotonic() + deadline_s
         self._process = spawn.Process(target=_run, args=(function, theirs, deadline_s, args), daemon=True)
         self._process.start()
@@ -62,7 +63,7 @@ class Child:
             raise ChildFailedError(f"child {self.pid} said nothing in {timeout_s} s")
         try:
             message = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join(5)
             raise ChildFailedError(f"child {self.pid} ended with exit code {self._process.exitcode}") from None
         if isinstance(message, _Failure):
@@ -70,7 +71,9 @@ class Child:
         return message
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal, e.g. SIGSTOP, SIGCONT or SIGKILL."""
+        """Sends it a signal, e.g. SIGSTOP, SIGCONT or SIGKILL; the end that SIGKILL or SIGTERM causes is no failure."""
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self._killed_by = number
         os.kill(self.pid, number)
 
     def join(self, *, timeout_s: float = 15.0) -> int | None:
@@ -89,6 +92,8 @@ class Child:
         self._connection.close()
         if kind is None and exit_code is None:
             raise ChildFailedError(f"child {self.pid} did not end by itself")
+        if kind is None and exit_code != 0 and (self._killed_by is None or exit_code != -self._killed_by):
+            raise ChildFailedError(f"child {self.pid} ended with exit code {exit_code} after its last message")
 
 
 class _Failure:

@@ -67,7 +67,7 @@ def post(
     window: int,
     stop: StopFlag,
     deadline_ns: int,
-) -> tuple[int, int, int, int]: ...
+) -> tuple[int, int, int, int, bool]: ...
 def flush(worker: int, endpoint: int, deadline_ns: int) -> int: ...
 def copy(
     src_base: int,
@@ -77,7 +77,7 @@ def copy(
     lengths: NDArray[np.uint64],
     stop: StopFlag,
     deadline_ns: int,
-) -> tuple[int, int, int, int]: ...
+) -> tuple[int, int, int, int, bool]: ...
 def memcpy(
     src_base: int,
     dst_base: int,

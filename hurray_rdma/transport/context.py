@@ -119,7 +119,7 @@ class Context:
                 value=device,
                 fix="Check that UCX was built with CUDA support (`ucx_info -d | grep cuda`)",
             )
-        return Region(memory, device=device, ucx_allocated=ucx_allocated)
+        return Region(memory, device=device, ucx_allocated=ucx_allocated, context=self)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hurray_rdma.errors import (
     DeadlineExceededError,
     GeometryError,
+    HurrayError,
     PeerLostError,
     TransferAbortedError,
     TransportError,
@@ -37,6 +38,10 @@ _WINDOW = 512
 _CLOSE_TIMEOUT_S = 2.0
 _TIMED_OUT, _CANCELED = -20, -16  # ucs_status_t
 _PEER_GONE = frozenset({-25, -24, -6, -80})  # CONNECTION_RESET, NOT_CONNECTED, UNREACHABLE, ENDPOINT_TIMEOUT
+
+
+_stranded: list[Endpoint] = []
+"""What UCX would not let go of: freeing it would let UCX read freed memory."""
 
 
 class Path(Enum):
@@ -63,6 +68,7 @@ class Worker:
 
     def __init__(self, bound: BoundWorker) -> None:
         self._bound = bound
+        self._unclosed: list[Endpoint] = []
         self.address: bytes = seal(bound.address)
         """What a peer needs to connect, in an envelope."""
 
@@ -89,14 +95,18 @@ class Worker:
         deadline = time.monotonic() + timeout_s
         raw = unseal(address, field="worker_address")
         endpoint = self._open(raw, error_handling=True, deadline=deadline)
-        if endpoint.lanes.emulated:
+        if not endpoint.lanes.emulated:
+            return endpoint
+        try:
             other = self._open(raw, error_handling=False, deadline=deadline)
-            if other.lanes.emulated or any(lane.transport == "cma" for lane in other.lanes.rma):
-                other.close()
-            else:
-                endpoint.close()
-                endpoint = other
-        return endpoint
+        except BaseException:
+            endpoint.close()
+            raise
+        if other.lanes.emulated or any(lane.transport == "cma" for lane in other.lanes.rma):
+            other.close()
+            return endpoint
+        endpoint.close()
+        return other
 
     def _open(self, raw: bytes, *, error_handling: bool, deadline: float) -> Endpoint:
         try:
@@ -118,8 +128,18 @@ class Worker:
         return endpoint
 
     def close(self) -> None:
-        """Stops the progress thread. Idempotent; close its endpoints first."""
+        """Stops the progress thread. Idempotent; close its endpoints first.
+
+        Endpoints that did not close, since a stopped peer takes no bytes, get one more chance. Those that still do not
+        are kept, with all memory that UCX may touch for them, until the process ends.
+        """
+        _stranded.extend(endpoint for endpoint in self._unclosed if not endpoint.close())
         self._bound.close()
+
+    def adopt(self, endpoint: Endpoint) -> None:
+        """Called by an endpoint that could not close: it must outlive its user."""
+        if endpoint not in self._unclosed:
+            self._unclosed.append(endpoint)
 
 
 class Endpoint:
@@ -135,6 +155,7 @@ class Endpoint:
         self._in_use = threading.RLock()
         self._running: StopFlag | None = None
         self._held: list[tuple[native.Memory, native.RemoteKey]] = []  # in use by operations in flight
+        self._late_keys: list[native.RemoteKey] = []
 
     @property
     def handle(self) -> int:
@@ -194,11 +215,10 @@ class Endpoint:
         lengths: Offsets,
         stop: StopFlag,
         timeout_s: float,
-    ) -> tuple[int, int, int]:
-        """Posts a plan with ``ucp_put_nbx`` and flushes: ``(posted, nbytes, status)``. `RemoteMemory.write` calls it.
+    ) -> tuple[int, int, int, int, bool]:
+        """Posts a plan with ``ucp_put_nbx`` and flushes; returns what `native.post` does. For `RemoteMemory.write`.
 
         One plan at a time: an endpoint that must be closed, because what is in flight does not end, has no other user.
-        After a failure look at `quiet`.
 
         Raises:
             DeadlineExceededError: another plan kept the endpoint busy for ``timeout_s``.
@@ -207,12 +227,13 @@ class Endpoint:
         if not self._in_use.acquire(timeout=max(0.0, timeout_s)):
             raise DeadlineExceededError("the endpoint was busy all the time", field="timeout_s", value=timeout_s)
         try:
+            handle = self.handle
             self._running = stop
             src.hold()
             self._held.append((src, rkey))
-            posted, completed, nbytes, status = native.post(
+            outcome = native.post(
                 self._worker.handle,
-                self.handle,
+                handle,
                 False,
                 src_address,
                 src,
@@ -225,28 +246,33 @@ class Endpoint:
                 stop,
                 _deadline_ns(deadline - time.monotonic()),
             )
-            self._running = None
+            posted, completed, *_ = outcome
             if completed == posted:
                 self._held.pop()
                 src.release()
             else:
                 self.close()
-            return posted, nbytes, status
+            return outcome
         finally:
+            self._running = None
             self._in_use.release()
 
     @property
-    def quiet(self) -> bool:
-        """False while operations of a failed plan are in flight: they may still read here and write at the peer.
+    def holds_memory(self) -> bool:
+        """True while a plan runs, or operations of a failed one are in flight and may still read their source.
 
-        Only a peer that takes no more bytes over tcp, where UCX cannot cancel, keeps it so; `close` asks again.
+        It stays so only for a peer that takes no more bytes over tcp, where UCX cannot cancel; `close` asks again.
         """
-        return not self._held
+        return bool(self._held)
+
+    def keep(self, rkey: native.RemoteKey) -> None:
+        """Takes over a key that operations in flight may use, to close it after them."""
+        self._late_keys.append(rkey)
 
     def close(self) -> bool:
         """Ends a running plan, closes the remote keys, then the endpoint; True once UCX has let go of all memory.
 
-        Idempotent; after False (see `quiet`) call it again.
+        Idempotent; after False (see `holds_memory`) the worker keeps the endpoint alive and tries again when it closes.
         """
         running = self._running
         if running is not None:
@@ -254,11 +280,15 @@ class Endpoint:
         with self._in_use:
             for memory in tuple(self._remote_memories):
                 memory.close()
-            closed = self._bound.close(_deadline_ns(_CLOSE_TIMEOUT_S))
-            while closed and self._held:
+            if not self._bound.close(_deadline_ns(_CLOSE_TIMEOUT_S)):
+                self._worker.adopt(self)
+                return False
+            while self._held:
                 memory_held, _ = self._held.pop()
                 memory_held.release()
-            return closed
+            while self._late_keys:
+                self._late_keys.pop().close()
+            return True
 
 
 class RemoteMemory:
@@ -312,41 +342,49 @@ class RemoteMemory:
             TransferAbortedError: ``stop`` was set.
             PeerLostError, TransportError: the fabric failed.
 
-        After a failure nothing is in flight any more, unless `Endpoint.quiet` is False.
+        Whether bytes of a failed plan may still arrive is told by ``in_doubt`` of the error; whether UCX may still read
+        the source by `Endpoint.holds_memory` (it is kept registered, whatever its owner does).
         """
         _check_inside("src", src_offsets, lengths, src.nbytes)
         _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
+        memory = src.memory
         self._enter()
         started = time.monotonic()
-        memory = src.memory
-        memory.hold()
         try:
-            if self._pointer:
-                posted, _, nbytes, status = native.copy(
-                    src.address,
-                    self._pointer,
-                    src_offsets,
-                    dst_offsets,
-                    lengths,
-                    stop,
-                    _deadline_ns(timeout_s),
-                )
-            else:
-                posted, nbytes, status = self._endpoint.put(
-                    memory,
-                    src_address=src.address,
-                    dst_address=self.remote.remote_addr,
-                    rkey=self._rkey,
-                    src_offsets=src_offsets,
-                    dst_offsets=dst_offsets,
-                    lengths=lengths,
-                    stop=stop,
-                    timeout_s=timeout_s,
-                )
+            memory.hold()
+            try:
+                if self._pointer:
+                    outcome = native.copy(
+                        src.address,
+                        self._pointer,
+                        src_offsets,
+                        dst_offsets,
+                        lengths,
+                        stop,
+                        _deadline_ns(timeout_s),
+                    )
+                else:
+                    outcome = self._endpoint.put(
+                        memory,
+                        src_address=src.address,
+                        dst_address=self.remote.remote_addr,
+                        rkey=self._rkey,
+                        src_offsets=src_offsets,
+                        dst_offsets=dst_offsets,
+                        lengths=lengths,
+                        stop=stop,
+                        timeout_s=timeout_s,
+                    )
+            finally:
+                memory.release()
         finally:
-            memory.release()
             self._leave()
-        _raise_for(status, "put", timeout_s=timeout_s)
+        posted, _, nbytes, status, settled = outcome
+        try:
+            _raise_for(status, "put", timeout_s=timeout_s)
+        except HurrayError as error:
+            error.in_doubt = not settled
+            raise
         return Moved(num_operations=posted, nbytes=nbytes, seconds=time.monotonic() - started)
 
     def _enter(self) -> None:
@@ -363,8 +401,9 @@ class RemoteMemory:
             self._close_key()
 
     def _close_key(self) -> None:
-        # Operations in flight use the key: then it goes with the last reference, after the endpoint.
-        if self._endpoint.quiet:
+        if self._endpoint.holds_memory:
+            self._endpoint.keep(self._rkey)
+        else:
             self._rkey.close()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 from hurray_rdma.errors import RegistrationError
 from hurray_rdma.transport.binding import native
 from hurray_rdma.transport.envelope import seal
+
+if TYPE_CHECKING:
+    from hurray_rdma.transport.context import Context
 
 __all__ = ["Region", "RemoteRegion"]
 
@@ -37,8 +41,10 @@ class Region:
     until the last array over it is gone, so that no view dangles.
     """
 
-    def __init__(self, memory: native.Memory, *, device: str, ucx_allocated: bool) -> None:
+    def __init__(self, memory: native.Memory, *, device: str, ucx_allocated: bool, context: Context) -> None:
         self._memory = memory
+        self.context = context
+        """Where it is registered; an engine uses regions of its own context only."""
         self.device = device
         """``"cpu"`` or ``"cuda:N"``."""
         self.ucx_allocated = ucx_allocated

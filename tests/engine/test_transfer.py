@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +17,7 @@ from hurray_rdma import (
     DeadlineExceededError,
     Engine,
     GeometryError,
+    LeaseExpiredError,
     PagePool,
     Peer,
     PeerLostError,
@@ -359,7 +361,7 @@ def test_garbage_on_the_port_harms_nobody() -> None:
                     writer.close()
                 async with Engine(pool) as other, other.connect(engine.address, timeout_s=5) as peer:
                     await peer.send(Snapshot.from_block_tables(pool, [[1]], seq_lens=[4]))
-            assert pool.allocator.accounts().leased == 1  # the arrival nobody took
+            assert pool.allocator.accounts().free == 4
 
     asyncio.run(run())
 
@@ -406,14 +408,16 @@ def test_every_way_to_leave_a_transfer_gives_the_pages_back() -> None:
                 await transfer.abort()
                 await settled(pool, free=8)
 
-                # A lease that ran out twice puts the pages into quarantine; a late QUIET brings them back.
+                # The lease runs out while the application computes: the engine says QUIET for it.
                 transfer = peer.begin(snapshot)
                 await transfer.__aenter__()
-                await settled(pool, free=5, quarantined=3)
+                await settled(pool, free=5)
+                await settled(pool, free=8)
                 with pytest.raises(DeadlineExceededError):
                     await states[-1].snapshot()
+                with pytest.raises(LeaseExpiredError):
+                    await transfer.send_layer(0)
                 await transfer.abort()
-                await settled(pool, free=8)
 
                 # The sender's connection is closed with a transfer open.
                 transfer = peer.begin(snapshot)
@@ -433,3 +437,116 @@ async def settled(pool: PagePool, *, free: int, quarantined: int = 0) -> None:
     async with asyncio.timeout(10):
         while (now := pool.allocator.accounts()).free != free or now.quarantined != quarantined:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # accounts tell nobody when they change
+
+
+def test_a_send_cancelled_before_its_grant_leaves_nothing() -> None:
+    """OFFER, ABORT and QUIET arrive in one read: the grant comes too late, and the pages go back."""
+
+    async def run() -> None:
+        with PagePool.allocate(SPEC, 8) as pool, PagePool.allocate(SPEC, 8) as source:
+            snapshot = Snapshot.from_block_tables(source, [[1, 2, 3]], seq_lens=[12])
+            async with (
+                Engine(pool, listen="127.0.0.1:0") as engine,
+                Engine(source) as sender,
+                sender.connect(engine.address) as peer,
+            ):
+                for _ in range(3):
+                    sending = asyncio.create_task(peer.send(snapshot))
+                    await asyncio.sleep(0)
+                    sending.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await sending
+                await peer.send(snapshot)  # the connection has survived
+                assert pool.allocator.accounts().leased == 3
+            assert pool.allocator.accounts().free == 8  # the arrival nobody took went back when the engine closed
+
+    asyncio.run(run())
+
+
+def test_pages_given_back_by_anyone_wake_a_waiting_offer() -> None:
+    async def run() -> None:
+        with PagePool.allocate(SPEC, 8) as pool, PagePool.allocate(SPEC, 8) as source:
+            snapshot = Snapshot.from_block_tables(source, [[1, 2, 3]], seq_lens=[12])
+            lease = pool.allocator.lease(8)
+            async with (
+                Engine(pool, listen="127.0.0.1:0") as engine,
+                Engine(source) as sender,
+                sender.connect(engine.address) as peer,
+            ):
+                sending = asyncio.create_task(peer.send(snapshot, timeout_s=10))
+                done, _ = await asyncio.wait({sending}, timeout=0.2)
+                assert not done
+                await asyncio.to_thread(lease.release)
+                assert (await sending).num_pages == 3
+
+    asyncio.run(run())
+
+
+def test_settings_out_of_range_and_foreign_contexts_are_refused() -> None:
+    with PagePool.allocate(SPEC, 4) as pool:
+        for settings in ({"timeout_s": 0}, {"lease_s": float("inf")}, {"lease_s": float("nan")}):
+            with pytest.raises(ConfigError):
+                Engine(pool, **settings)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="context"):
+            Engine(pool, context=Context())
+
+
+def test_an_idle_transfer_ends_quietly_while_another_is_busy() -> None:
+    """QUIET is said of the one transfer, not of the whole endpoint."""
+
+    async def run() -> None:
+        arrays = {role: [np.zeros((512, 4, 2, 8), SPEC.storage_dtype) for _ in range(3)] for role in SPEC.roles}
+        with PagePool.from_arrays(SPEC, arrays) as pool, PagePool.allocate(SPEC, 512) as source:
+            small = Snapshot.from_block_tables(source, [[1, 2, 3]], seq_lens=[12])
+            large = Snapshot.from_block_tables(source, [np.random.default_rng(1).permutation(400)], seq_lens=[1600])
+            async with (
+                Engine(pool, listen="127.0.0.1:0", lease_s=0.5) as engine,
+                Engine(source) as sender,
+                sender.connect(engine.address) as peer,
+            ):
+                assert peer.path == "put"
+                for _ in range(5):
+                    idle = peer.begin(small)
+                    await idle.__aenter__()
+                    busy = asyncio.create_task(peer.send(large))
+                    await asyncio.sleep(0)
+                    await idle.abort()
+                    await busy
+                    arrival = await anext(aiter(engine.arrivals()))
+                    other = await anext(aiter(engine.arrivals()))
+                    arrival.release()
+                    other.release()
+                await settled(pool, free=512)
+
+    asyncio.run(run())
+
+
+def stopped_sender(connection: Connection, address: str) -> None:
+    """Begins a transfer and waits."""
+
+    async def run() -> None:
+        with PagePool.allocate(SPEC, 8) as source:
+            async with Engine(source) as sender, sender.connect(address) as peer:
+                transfer = peer.begin(Snapshot.from_block_tables(source, [[1, 2, 3]], seq_lens=[12]))
+                await transfer.__aenter__()
+                connection.send("granted")
+                await asyncio.to_thread(connection.recv)
+                await transfer.abort()
+
+    asyncio.run(run())
+
+
+def test_pages_of_a_stopped_sender_are_quarantined_and_come_back_with_its_late_quiet() -> None:
+    async def run() -> None:
+        with PagePool.allocate(SPEC, 8) as pool:
+            async with Engine(pool, listen="127.0.0.1:0", lease_s=0.4) as engine:
+                with Child(stopped_sender, engine.address) as child:
+                    assert await asyncio.to_thread(child.receive) == "granted"
+                    child.signal(signal.SIGSTOP)
+                    await settled(pool, free=5, quarantined=3)
+                    child.signal(signal.SIGCONT)
+                    await settled(pool, free=8)
+                    child.send("end")
+                    await asyncio.to_thread(child.join)
+
+    asyncio.run(run())

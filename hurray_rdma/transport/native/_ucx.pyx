@@ -261,7 +261,7 @@ cdef class Endpoint:
 
 @cython.no_gc_clear
 cdef class RemoteKey:
-    """One ``ucp_rkey_h``, unpacked for one endpoint; destroy it (`close`) before the endpoint closes."""
+    """One ``ucp_rkey_h``, unpacked for one endpoint; destroy it (`close`) when no operation with it is in flight."""
     cdef ucp_rkey_h handle
     cdef object owner
 
@@ -273,7 +273,7 @@ cdef class RemoteKey:
         if status != UCS_OK:
             self.handle = NULL
         check("ucp_ep_rkey_unpack", status)
-        self.owner = endpoint
+        self.owner = (endpoint, endpoint.owner)  # the worker, whose memory the key is of, must outlive it
 
     def pointer(self, uint64_t remote_address):
         """This process's own address for ``remote_address`` (``ucp_rkey_ptr``), 0 where the memory is not shared."""
@@ -297,7 +297,7 @@ cdef class RemoteKey:
 
 
 cdef tuple _as_tuple(hurray_outcome_t outcome):
-    return outcome.posted, outcome.completed, outcome.nbytes, <int>outcome.status
+    return outcome.posted, outcome.completed, outcome.nbytes, <int>outcome.status, outcome.settled != 0
 
 
 cdef int same_length(const uint64_t[::1] a, const uint64_t[::1] b, const uint64_t[::1] c) except -1:
@@ -312,7 +312,7 @@ def post(uintptr_t worker, uintptr_t endpoint, bint get, uint64_t local_base, Me
          StopFlag stop not None, uint64_t deadline_ns):
     """Posts a plan as ``ucp_put_nbx`` (or ``ucp_get_nbx``) and flushes; see ``hurray_post`` in moves.h.
 
-    Returns ``(posted, completed, nbytes, status)``. While completed < posted UCX still uses the local memory: keep it
+    Returns ``(posted, completed, nbytes, status, settled)``. While completed < posted UCX still uses the local memory: keep it
     alive and untouched until the endpoint has been closed by force.
     """
     cdef hurray_plan_t plan
@@ -321,7 +321,7 @@ def post(uintptr_t worker, uintptr_t endpoint, bint get, uint64_t local_base, Me
     if local_memory.handle == NULL or remote_key.handle == NULL:
         raise ValueError("post on closed memory or a closed remote key")
     if lengths.shape[0] == 0:
-        return 0, 0, 0, <int>UCS_OK
+        return 0, 0, 0, <int>UCS_OK, True
     plan.local_offsets = &local_offsets[0]
     plan.remote_offsets = &remote_offsets[0]
     plan.lengths = &lengths[0]
@@ -346,7 +346,7 @@ def copy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets n
          uint64_t deadline_ns):
     """Copies a plan inside this process's address space with non-temporal stores; see ``hurray_copy`` in moves.h.
 
-    Returns ``(posted, completed, nbytes, status)``; both memories are free again when it returns.
+    Returns ``(posted, completed, nbytes, status, settled)``; both memories are free again when it returns.
     """
     cdef hurray_outcome_t outcome
     cdef const uint64_t *src
@@ -354,7 +354,7 @@ def copy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets n
     cdef const uint64_t *nbytes
     same_length(src_offsets, dst_offsets, lengths)
     if lengths.shape[0] == 0:
-        return 0, 0, 0, <int>UCS_OK
+        return 0, 0, 0, <int>UCS_OK, True
     src, dst, nbytes = &src_offsets[0], &dst_offsets[0], &lengths[0]
     with nogil:
         outcome = hurray_copy(src_base, dst_base, src, dst, nbytes, <uint64_t>lengths.shape[0], &stop.value,

@@ -76,9 +76,14 @@ static int is_late(const volatile int *stop, uint64_t *deadline_ns)
     return now >= *deadline_ns;
 }
 
+static ucs_status_t why_late(const volatile int *stop)
+{
+    return (stop != NULL && *stop) ? UCS_ERR_CANCELED : UCS_ERR_TIMED_OUT;
+}
+
 /* Drives the worker until `completed` of `progress` reaches `target`; sleeps when nothing happens. */
 static ucs_status_t wait_for(ucp_worker_h worker, progress_t *progress, uint64_t target, const volatile int *stop,
-                             uint64_t deadline_ns)
+                             uint64_t *deadline_ns)
 {
     unsigned spins = 0;
     int fd = -1;
@@ -88,8 +93,8 @@ static ucs_status_t wait_for(ucp_worker_h worker, progress_t *progress, uint64_t
             spins = 0;
             continue;
         }
-        if ((++spins % OPERATIONS_PER_CHECK == 0) && is_late(stop, &deadline_ns)) {
-            return UCS_ERR_TIMED_OUT;
+        if ((++spins % OPERATIONS_PER_CHECK == 0) && is_late(stop, deadline_ns)) {
+            return why_late(stop);
         }
         if (spins < SPINS_BEFORE_SLEEP) {
             continue;
@@ -99,8 +104,8 @@ static ucs_status_t wait_for(ucp_worker_h worker, progress_t *progress, uint64_t
         }
         struct pollfd event = {.fd = fd, .events = POLLIN};
         (void)poll(&event, 1, SLEEP_MS); /* an interrupted sleep is as good as a finished one */
-        if (is_late(stop, &deadline_ns)) {
-            return UCS_ERR_TIMED_OUT;
+        if (is_late(stop, deadline_ns)) {
+            return why_late(stop);
         }
     }
     return UCS_OK;
@@ -132,7 +137,7 @@ static ucs_status_t account(progress_t *progress, ucs_status_ptr_t result)
 }
 
 static ucs_status_t flush_tracked(ucp_worker_h worker, ucp_ep_h ep, progress_t *progress, uint64_t posted,
-                                  const volatile int *stop, uint64_t deadline_ns)
+                                  const volatile int *stop, uint64_t *deadline_ns)
 {
     ucp_request_param_t param = tracked_by(progress);
 
@@ -150,7 +155,7 @@ ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, uint64_t deadline_ns
     if (progress == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    status = flush_tracked(worker, ep, progress, 0, NULL, deadline_ns);
+    status = flush_tracked(worker, ep, progress, 0, NULL, &deadline_ns);
     if (status == UCS_OK) {
         status = (ucs_status_t)__atomic_load_n(&progress->status, __ATOMIC_ACQUIRE);
     }
@@ -177,7 +182,7 @@ hurray_closing_t *hurray_close_begin(ucp_ep_h ep, int force)
 ucs_status_t hurray_close_wait(ucp_worker_h worker, hurray_closing_t *closing, uint64_t deadline_ns)
 {
     /* A close that "fails" tells of the connection; the endpoint is released all the same (ucp.h). */
-    return wait_for(worker, closing, 1, NULL, deadline_ns);
+    return wait_for(worker, closing, 1, NULL, &deadline_ns);
 }
 
 void hurray_close_drop(hurray_closing_t *closing)
@@ -189,7 +194,7 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
                              ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
                              uint64_t window, const volatile int *stop, uint64_t deadline_ns)
 {
-    hurray_outcome_t outcome = {0, 0, 0, UCS_OK};
+    hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
     progress_t *progress = progress_new();
     ucp_request_param_t param;
     ucs_status_t waited, failed;
@@ -218,7 +223,7 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
             }
         }
         if (i >= window) {
-            outcome.status = wait_for(worker, progress, i - window + 1, stop, deadline_ns);
+            outcome.status = wait_for(worker, progress, i - window + 1, stop, &deadline_ns);
             if (outcome.status != UCS_OK) {
                 break;
             }
@@ -232,7 +237,7 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
     }
 
     /* Also after a failure: what is in flight must land, or be known not to, before the caller may go on. */
-    waited = flush_tracked(worker, ep, progress, outcome.posted, stop, deadline_ns);
+    waited = flush_tracked(worker, ep, progress, outcome.posted, stop, &deadline_ns);
     failed = (ucs_status_t)__atomic_load_n(&progress->status, __ATOMIC_ACQUIRE);
     outcome.completed = __atomic_load_n(&progress->completed, __ATOMIC_ACQUIRE);
     if (outcome.completed > outcome.posted) {
@@ -243,6 +248,7 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
     if (outcome.status == UCS_OK) {
         outcome.status = failed != UCS_OK ? failed : waited;
     }
+    outcome.settled = (outcome.posted == 0) || (waited == UCS_OK && failed == UCS_OK);
     progress_drop(progress);
     return outcome;
 }
@@ -301,7 +307,7 @@ hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_
                              const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
                              const volatile int *stop, uint64_t deadline_ns)
 {
-    hurray_outcome_t outcome = {0, 0, 0, UCS_OK};
+    hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
     uint64_t unchecked = BYTES_PER_CHECK;
 
     for (uint64_t i = 0; i < count && outcome.status == UCS_OK; i++) {

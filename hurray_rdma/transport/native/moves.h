@@ -22,7 +22,8 @@ typedef struct {
     uint64_t posted;      /* operations handed to UCX, or pieces copied */
     uint64_t completed;   /* of those, locally complete */
     uint64_t nbytes;      /* bytes of the posted operations */
-    ucs_status_t status;  /* UCS_OK, the first failure, UCS_ERR_TIMED_OUT or UCS_ERR_CANCELED */
+    ucs_status_t status;  /* UCS_OK, the first failure, UCS_ERR_TIMED_OUT or UCS_ERR_CANCELED (stopped) */
+    int settled;          /* whether all that was posted is at its destination, so that nothing can land later */
 } hurray_outcome_t;
 
 /*

@@ -17,6 +17,7 @@ cdef extern from "moves.h" nogil:
         uint64_t completed
         uint64_t nbytes
         ucs_status_t status
+        int settled
 
     hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_t direction, uint64_t local_base,
                                  ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
