@@ -1,13 +1,14 @@
 """UCX: memory, registration, endpoints, lanes, and moving a plan. Knows nothing of pages, sequences or the format.
 
-The layers, top down: `context` (registration) and `endpoint` (moving), `binding` (all of ucxx), ``_ucx`` (the native
-module: RMA calls and the posting loops).
+The layers, top down: `context` (registration), `endpoint` and `remote` (moving), `binding` (all of ucxx), ``_ucx`` (the
+native module: RMA calls and the posting loops).
 """
 
 from hurray_rdma.transport.context import Context, default_context
-from hurray_rdma.transport.endpoint import Endpoint, Moved, Path, RemoteMemory, StopFlag, Worker
+from hurray_rdma.transport.endpoint import Endpoint, Worker
 from hurray_rdma.transport.lanes import Lane, LaneReport
 from hurray_rdma.transport.memory import Region, RemoteRegion
+from hurray_rdma.transport.remote import Moved, Path, RemoteMemory, StopFlag
 
 __all__ = [
     "Context",

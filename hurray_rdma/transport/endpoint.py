@@ -1,66 +1,33 @@
-"""Workers and endpoints, and moving a plan over one: who can be reached, over which lane, and how bytes go there.
+"""Workers and endpoints: who can be reached, over which lane, and when UCX has let go of the memory it was given.
 
-A plan here is three arrays of offsets and lengths; the room above decides what they mean. All waits have a deadline,
-the native ones included, and a plan that did not end well says whether its memory is still in use.
+All waits have a deadline, the native ones included.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
-from enum import Enum
-
-import numpy as np
-from numpy.typing import NDArray
 
 from hurray_rdma.errors import (
     DeadlineExceededError,
-    GeometryError,
-    HurrayError,
-    PeerLostError,
-    TransferAbortedError,
     TransportError,
 )
 from hurray_rdma.transport.binding import BoundWorker, native
 from hurray_rdma.transport.envelope import seal, unseal
 from hurray_rdma.transport.lanes import LaneReport, parse_lanes
-from hurray_rdma.transport.mappings import mapping_kind
-from hurray_rdma.transport.memory import Region, RemoteRegion
+from hurray_rdma.transport.memory import RemoteRegion
+from hurray_rdma.transport.remote import Offsets, RemoteMemory, StopFlag
+from hurray_rdma.transport.status import deadline_ns, raise_for
 
-__all__ = ["Endpoint", "Moved", "Path", "RemoteMemory", "StopFlag", "Worker"]
-
-Offsets = NDArray[np.uint64]
-StopFlag = native.StopFlag
+__all__ = ["Endpoint", "Worker"]
 
 _WINDOW = 512
 """Operations in flight per plan: enough to fill any lane, few enough that a stop is heard soon."""
 _CLOSE_TIMEOUT_S = 2.0
-_TIMED_OUT, _CANCELED = -20, -16  # ucs_status_t
-_PEER_GONE = frozenset({-25, -24, -6, -80})  # CONNECTION_RESET, NOT_CONNECTED, UNREACHABLE, ENDPOINT_TIMEOUT
 
 
 _stranded: list[Endpoint] = []
 """What UCX would not let go of: freeing it would let UCX read freed memory."""
-
-
-class Path(Enum):
-    """How bytes reach a remote region."""
-
-    MAPPED = "mapped"
-    """This process maps the peer's memory (``ucp_rkey_ptr``) and stores into it."""
-    PUT = "put"
-    """``ucp_put_nbx`` and ``ucp_ep_flush_nbx``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """What moving a plan did; all of it has reached its destination."""
-
-    num_operations: int
-    """Puts posted, or pieces copied through a mapping."""
-    nbytes: int
-    seconds: float
 
 
 class Worker:
@@ -184,8 +151,8 @@ class Endpoint:
         Raises:
             DeadlineExceededError, PeerLostError, TransportError
         """
-        deadline_ns = _deadline_ns(timeout_s)
-        _raise_for(native.flush(self._worker.handle, self.handle, deadline_ns), "flush", timeout_s=timeout_s)
+        status = native.flush(self._worker.handle, self.handle, deadline_ns(timeout_s))
+        raise_for(status, "flush", timeout_s=timeout_s)
 
     def open_region(self, remote: RemoteRegion) -> RemoteMemory:
         """Unpacks a peer's rkey for this endpoint (``ucp_ep_rkey_unpack``).
@@ -244,7 +211,7 @@ class Endpoint:
                 lengths,
                 _WINDOW,
                 stop,
-                _deadline_ns(deadline - time.monotonic()),
+                deadline_ns(deadline - time.monotonic()),
             )
             posted, completed, *_ = outcome
             if completed == posted:
@@ -280,7 +247,7 @@ class Endpoint:
         with self._in_use:
             for memory in tuple(self._remote_memories):
                 memory.close()
-            if not self._bound.close(_deadline_ns(_CLOSE_TIMEOUT_S)):
+            if not self._bound.close(deadline_ns(_CLOSE_TIMEOUT_S)):
                 self._worker.adopt(self)
                 return False
             while self._held:
@@ -289,164 +256,3 @@ class Endpoint:
             while self._late_keys:
                 self._late_keys.pop().close()
             return True
-
-
-class RemoteMemory:
-    """A peer's region, reachable over one endpoint: the place that plans are written to."""
-
-    def __init__(self, endpoint: Endpoint, remote: RemoteRegion) -> None:
-        self._endpoint = endpoint
-        self.remote = remote
-        try:
-            self._rkey = native.RemoteKey(endpoint.bound, unseal(remote.rkey, field="rkey"))
-        except native.UcxError as error:
-            raise TransportError(f"the peer's rkey cannot be used here: {error}", status=error.status) from error
-        self._lock = threading.Lock()
-        self._busy = 0
-        self._closing = False
-        self._pointer = self._rkey.pointer(remote.remote_addr)
-
-    @property
-    def path(self) -> Path:
-        """How `write` will move bytes."""
-        return Path.MAPPED if self._pointer else Path.PUT
-
-    @property
-    def lane(self) -> str:
-        """The transport that carries the bytes: the kind of shared memory when mapped, else the endpoint's RMA lane."""
-        return mapping_kind(self._pointer) if self._pointer else self._endpoint.lanes.name
-
-    def write(
-        self,
-        src: Region,
-        *,
-        src_offsets: Offsets,
-        dst_offsets: Offsets,
-        lengths: Offsets,
-        stop: StopFlag,
-        timeout_s: float,
-    ) -> Moved:
-        """Writes a plan and waits until every byte is at the peer. Blocks; releases the GIL.
-
-        Args:
-            src: this process's region; must stay registered, its bytes unchanged, until the call returns.
-            src_offsets: uint64 ``[num_operations]``, bytes from the start of ``src``.
-            dst_offsets: uint64 ``[num_operations]``, bytes from the start of the remote region.
-            lengths: uint64 ``[num_operations]``, bytes, each > 0.
-            stop: set it from another thread to end the plan early.
-            timeout_s: budget for the whole plan.
-
-        Raises:
-            GeometryError: a piece lies outside either region; nothing was written.
-            DeadlineExceededError: out of time.
-            TransferAbortedError: ``stop`` was set.
-            PeerLostError, TransportError: the fabric failed.
-
-        Whether bytes of a failed plan may still arrive is told by ``in_doubt`` of the error; whether UCX may still read
-        the source by `Endpoint.holds_memory` (it is kept registered, whatever its owner does).
-        """
-        _check_inside("src", src_offsets, lengths, src.nbytes)
-        _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
-        memory = src.memory
-        self._enter()
-        started = time.monotonic()
-        try:
-            memory.hold()
-            try:
-                if self._pointer:
-                    outcome = native.copy(
-                        src.address,
-                        self._pointer,
-                        src_offsets,
-                        dst_offsets,
-                        lengths,
-                        stop,
-                        _deadline_ns(timeout_s),
-                    )
-                else:
-                    outcome = self._endpoint.put(
-                        memory,
-                        src_address=src.address,
-                        dst_address=self.remote.remote_addr,
-                        rkey=self._rkey,
-                        src_offsets=src_offsets,
-                        dst_offsets=dst_offsets,
-                        lengths=lengths,
-                        stop=stop,
-                        timeout_s=timeout_s,
-                    )
-            finally:
-                memory.release()
-        finally:
-            self._leave()
-        posted, _, nbytes, status, settled = outcome
-        try:
-            _raise_for(status, "put", timeout_s=timeout_s)
-        except HurrayError as error:
-            error.in_doubt = not settled
-            raise
-        return Moved(num_operations=posted, nbytes=nbytes, seconds=time.monotonic() - started)
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self._closing:
-                raise TransportError("the remote memory is closed")
-            self._busy += 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._busy -= 1
-            close_now = self._closing and self._busy == 0
-        if close_now:
-            self._close_key()
-
-    def _close_key(self) -> None:
-        if self._endpoint.holds_memory:
-            self._endpoint.keep(self._rkey)
-        else:
-            self._rkey.close()
-
-    def close(self) -> None:
-        """Destroys the key as soon as no `write` uses it. Idempotent."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-            close_now = self._busy == 0
-        self._endpoint.forget(self)
-        if close_now:
-            self._close_key()
-
-
-def _deadline_ns(timeout_s: float) -> int:
-    return time.monotonic_ns() + max(0, round(timeout_s * 1e9))
-
-
-def _check_inside(side: str, offsets: Offsets, lengths: Offsets, nbytes: int) -> None:
-    if len(lengths) == 0:
-        return
-    ends = offsets + lengths
-    wrong = (ends < offsets) | (ends > np.uint64(nbytes))
-    if wrong.any():
-        at = int(wrong.argmax())
-        raise GeometryError(
-            f"piece {at} ends at byte {int(offsets[at]) + int(lengths[at])} of a region of {nbytes}",
-            field=f"{side}_offsets[{at}]",
-            value=int(offsets[at]),
-        )
-
-
-def _raise_for(status: int, what: str, *, timeout_s: float) -> None:
-    """One place where ``ucs_status_t`` becomes an exception."""
-    if status == 0:
-        return
-    text = native.status_text(status)
-    if status == _TIMED_OUT:
-        raise DeadlineExceededError(
-            f"{what} did not complete within {timeout_s:.3g} s", field="timeout_s", value=timeout_s
-        )
-    if status == _CANCELED:
-        raise TransferAbortedError(f"{what} was stopped")
-    if status in _PEER_GONE:
-        raise PeerLostError(f"{what} failed: {text}", fix="Check that the peer process is alive, then connect again")
-    raise TransportError(f"{what} failed: {text}", status=status)

@@ -1,0 +1,191 @@
+"""A peer's region reached over one endpoint: the place that plans are written to.
+
+A plan here is three arrays of offsets and lengths; the room above decides what they mean. Knows the two ways to a
+remote region (`Path`), and whether bytes of a plan that failed may still arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.errors import GeometryError, HurrayError, TransportError
+from hurray_rdma.transport.binding import native
+from hurray_rdma.transport.envelope import unseal
+from hurray_rdma.transport.mappings import mapping_kind
+from hurray_rdma.transport.memory import Region, RemoteRegion
+from hurray_rdma.transport.status import deadline_ns, raise_for
+
+if TYPE_CHECKING:
+    from hurray_rdma.transport.endpoint import Endpoint
+
+__all__ = ["Moved", "Offsets", "Path", "RemoteMemory", "StopFlag"]
+
+Offsets = NDArray[np.uint64]
+StopFlag = native.StopFlag
+
+
+class Path(Enum):
+    """How bytes reach a remote region."""
+
+    MAPPED = "mapped"
+    """This process maps the peer's memory (``ucp_rkey_ptr``) and stores into it."""
+    PUT = "put"
+    """``ucp_put_nbx`` and ``ucp_ep_flush_nbx``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What moving a plan did; all of it has reached its destination."""
+
+    num_operations: int
+    """Puts posted, or pieces copied through a mapping."""
+    nbytes: int
+    seconds: float
+
+
+class RemoteMemory:
+    """A peer's region, reachable over one endpoint: the place that plans are written to."""
+
+    def __init__(self, endpoint: Endpoint, remote: RemoteRegion) -> None:
+        self._endpoint = endpoint
+        self.remote = remote
+        try:
+            self._rkey = native.RemoteKey(endpoint.bound, unseal(remote.rkey, field="rkey"))
+        except native.UcxError as error:
+            raise TransportError(f"the peer's rkey cannot be used here: {error}", status=error.status) from error
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._closing = False
+        self._pointer = self._rkey.pointer(remote.remote_addr)
+
+    @property
+    def path(self) -> Path:
+        """How `write` will move bytes."""
+        return Path.MAPPED if self._pointer else Path.PUT
+
+    @property
+    def lane(self) -> str:
+        """The transport that carries the bytes: the kind of shared memory when mapped, else the endpoint's RMA lane."""
+        return mapping_kind(self._pointer) if self._pointer else self._endpoint.lanes.name
+
+    def write(
+        self,
+        src: Region,
+        *,
+        src_offsets: Offsets,
+        dst_offsets: Offsets,
+        lengths: Offsets,
+        stop: StopFlag,
+        timeout_s: float,
+    ) -> Moved:
+        """Writes a plan and waits until every byte is at the peer. Blocks; releases the GIL.
+
+        Args:
+            src: this process's region; must stay registered, its bytes unchanged, until the call returns.
+            src_offsets: uint64 ``[num_operations]``, bytes from the start of ``src``.
+            dst_offsets: uint64 ``[num_operations]``, bytes from the start of the remote region.
+            lengths: uint64 ``[num_operations]``, bytes, each > 0.
+            stop: set it from another thread to end the plan early.
+            timeout_s: budget for the whole plan.
+
+        Raises:
+            GeometryError: a piece lies outside either region; nothing was written.
+            DeadlineExceededError: out of time.
+            TransferAbortedError: ``stop`` was set.
+            PeerLostError, TransportError: the fabric failed.
+
+        Whether bytes of a failed plan may still arrive is told by ``in_doubt`` of the error; whether UCX may still read
+        the source by `Endpoint.holds_memory` (it is kept registered, whatever its owner does).
+        """
+        _check_inside("src", src_offsets, lengths, src.nbytes)
+        _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
+        memory = src.memory
+        self._enter()
+        started = time.monotonic()
+        try:
+            memory.hold()
+            try:
+                if self._pointer:
+                    outcome = native.copy(
+                        src.address,
+                        self._pointer,
+                        src_offsets,
+                        dst_offsets,
+                        lengths,
+                        stop,
+                        deadline_ns(timeout_s),
+                    )
+                else:
+                    outcome = self._endpoint.put(
+                        memory,
+                        src_address=src.address,
+                        dst_address=self.remote.remote_addr,
+                        rkey=self._rkey,
+                        src_offsets=src_offsets,
+                        dst_offsets=dst_offsets,
+                        lengths=lengths,
+                        stop=stop,
+                        timeout_s=timeout_s,
+                    )
+            finally:
+                memory.release()
+        finally:
+            self._leave()
+        posted, _, nbytes, status, settled = outcome
+        try:
+            raise_for(status, "put", timeout_s=timeout_s)
+        except HurrayError as error:
+            error.in_doubt = not settled
+            raise
+        return Moved(num_operations=posted, nbytes=nbytes, seconds=time.monotonic() - started)
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._closing:
+                raise TransportError("the remote memory is closed")
+            self._busy += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._busy -= 1
+            close_now = self._closing and self._busy == 0
+        if close_now:
+            self._close_key()
+
+    def _close_key(self) -> None:
+        if self._endpoint.holds_memory:
+            self._endpoint.keep(self._rkey)
+        else:
+            self._rkey.close()
+
+    def close(self) -> None:
+        """Destroys the key as soon as no `write` uses it. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            close_now = self._busy == 0
+        self._endpoint.forget(self)
+        if close_now:
+            self._close_key()
+
+
+def _check_inside(side: str, offsets: Offsets, lengths: Offsets, nbytes: int) -> None:
+    if len(lengths) == 0:
+        return
+    ends = offsets + lengths
+    wrong = (ends < offsets) | (ends > np.uint64(nbytes))
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise GeometryError(
+            f"piece {at} ends at byte {int(offsets[at]) + int(lengths[at])} of a region of {nbytes}",
+            field=f"{side}_offsets[{at}]",
+            value=int(offsets[at]),
+        )
