@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,15 +20,27 @@ def example(name: str) -> str:
     return str(found)
 
 
+def port() -> int:
+    """The one that is printed, unless somebody else listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for number in (7400, 0):
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", number))
+                break
+        return int(probe.getsockname()[1])
+
+
 def test_quickstart_runs_as_printed(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{port()}"
     for name in ("decode.py", "prefill.py"):
-        (tmp_path / name).write_text(example(name))
+        (tmp_path / name).write_text(example(name).replace("127.0.0.1:7400", address))
     decode = subprocess.Popen(
         [sys.executable, tmp_path / "decode.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert decode.stdout is not None
-        assert decode.stdout.readline() == "listening on 127.0.0.1:7400\n"
+        assert decode.stdout.readline() == f"listening on {address}\n"
         prefill = subprocess.run(
             [sys.executable, tmp_path / "prefill.py"], capture_output=True, text=True, timeout=60, check=False
         )

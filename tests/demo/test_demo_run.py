@@ -130,9 +130,10 @@ def running() -> Iterator[Running]:
 
 
 def traces() -> set[str]:
-    """Shared memory of this machine: files and System V segments of this user's processes."""
-    segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    return {f"sysv {line.split()[1]}" for line in segments} | {path.name for path in Path("/dev/shm").iterdir()}
+    """Shared memory that nobody owns: System V segments whose creator is dead, and files."""
+    segments = (line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:])
+    orphans = {f"sysv {fields[1]}" for fields in segments if not Path(f"/proc/{fields[4]}").exists()}
+    return orphans | {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def session_pids(session: int) -> list[int]:
