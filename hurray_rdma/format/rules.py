@@ -67,6 +67,7 @@ def violations(d: Descriptor) -> Iterator[Finding]:
 
 
 def _field_violations(d: Descriptor) -> Iterator[Finding]:
+    """Each field by itself (ADR-024 section 3: rank and shape; section 5: the scalar fields)."""
     for name, value in zip(_AXES, d.shape, strict=True):
         if not _lies(value, 0, U64 - 1):
             sentinel = "; 2**64 - 1 marks a dynamic dimension, which pages cannot have"
@@ -94,7 +95,7 @@ def _field_violations(d: Descriptor) -> Iterator[Finding]:
 
 
 def _colocation_violations(d: Descriptor) -> Iterator[Finding]:
-    """All buffers of one descriptor share device_tag and memory_class (block-paged, Alignment)."""
+    """All buffers of one descriptor share device_tag and memory_class (ADR-024 section 5; block-paged, Alignment)."""
     first = d.buffers[0]
     for index, entry in enumerate(d.buffers):
         offset = BUFFERS_OFFSET + ENTRY_NBYTES * index
@@ -106,7 +107,7 @@ def _colocation_violations(d: Descriptor) -> Iterator[Finding]:
 
 
 def _geometry_violations(d: Descriptor) -> Iterator[Finding]:
-    """Buffers 0 to 2 have the sizes that the geometry gives (block-paged, Buffer Table and Storage Invariant 4)."""
+    """Buffers 0 to 2 have the sizes of the geometry (ADR-024 section 5; block-paged, Storage Invariant 4)."""
     pool = d.element_type.nbytes(d.num_pages * d.page_size * d.num_heads * d.head_dim)
     if d.buffers[0].byte_size != pool:
         factors = f"{d.num_pages} pages x {d.page_size} tokens x {d.num_heads} heads x {d.head_dim}"
@@ -184,6 +185,7 @@ def _quantization_violations(d: Descriptor) -> Iterator[Finding]:
 def _affine_violations(
     d: Descriptor, scheme: PerChannelAffine | PerBlockAffine, count: int, where: tuple[int, int], start: int
 ) -> Iterator[Finding]:
+    """Where scales and zero points are, and of which sizes (ADR-024 section 6)."""
     scales, zero_points = scheme.scale_buffer_index, scheme.zero_point_buffer_index
     sizes = {scales: (count * scheme.scale_type.bits // 8, f"{count} scales of {scheme.scale_type.wire_name}")}
     indices = [(scales, "scale_buffer_index", where[0])]
@@ -199,7 +201,7 @@ def _affine_violations(
 def _parameter_violations(
     d: Descriptor, indices: tuple[tuple[int, str, int], ...], sizes: dict[int, tuple[int, str]], start: int
 ) -> Iterator[Finding]:
-    """Parameter buffers lie at index 3 and up, exist, have exact sizes, and no buffer is left over."""
+    """Parameter buffers lie at index 3 and up, exist, have exact sizes, none left over (ADR-024 sections 5 and 6)."""
     count = len(d.buffers)
     used = set()
     for index, name, where in indices:
