@@ -182,7 +182,7 @@ def test_killed_receiver_leaves_no_shared_memory_behind(lane: str) -> None:
             with Child(receiver, {"lane": lane}) as child:
                 async with connected(pool, await asyncio.to_thread(child.receive), timeout_s=5) as peer:
                     await peer.send(snapshot_of(pool, [1, 2]))
-                    assert shared_memory(child.pid) > before
+                    assert lane == "tcp" or shared_memory(child.pid) > before
                     child.signal(signal.SIGKILL)
                     await asyncio.to_thread(child.join)
             assert shared_memory(child.pid) <= before
