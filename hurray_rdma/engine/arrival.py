@@ -48,6 +48,7 @@ class Arrival:
         pool: PagePool,
         key: str,
         *,
+        group: str | None,
         page_map: PageMap,
         page_ids: NDArray[np.uint32],
         written: Lease,
@@ -57,6 +58,8 @@ class Arrival:
     ) -> None:
         self.key = key
         """The sender's name for it."""
+        self.group = group
+        """The cache group that it is of, where the engine has several (`PoolGroups`)."""
         self.state = ArrivalState.ARRIVING
         self.block_table = page_map.block_table(page_ids)
         """Of this pool, uint32 ``[seq_ptr[-1]]``: where the pages will be."""

@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 
-from hurray_rdma.cache import PagePool
+from hurray_rdma.cache import PagePool, PoolGroups
 from hurray_rdma.control import (
     Channel,
     Event,
     EventHandler,
     Listener,
+    Offered,
     ServerSession,
     SessionClosed,
     SessionConfig,
+    StaleGenerationError,
     parse_address,
     serve,
 )
@@ -37,7 +39,8 @@ class Engine:
     """Sends snapshots of one pool, and receives into it. An async context manager; make it inside a running loop.
 
     Args:
-        pool: source and destination of transfers; stays the caller's, who closes it after the engine.
+        pool: source and destination of transfers, or the pools of a hybrid model's cache groups; stays the caller's,
+            who closes it after the engine.
         listen: ``"host:port"`` to receive on, port 0 for any free one (see `address`); None only sends.
         name: shown to peers and in logs; None is ``host:pid``.
         token: shared secret of the engines; a connecting engine must have the listening one's.
@@ -53,7 +56,7 @@ class Engine:
 
     def __init__(
         self,
-        pool: PagePool,
+        pool: PagePool | PoolGroups,
         *,
         listen: str | None = None,
         name: str | None = None,
@@ -73,13 +76,16 @@ class Engine:
         self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._allow_unauthenticated = allow_unauthenticated
-        self._context = pool.regions[0].context if context is None else context
-        if any(region.context is not self._context for region in pool.regions):
+        self._groups: dict[str | None, PagePool] = {None: pool} if isinstance(pool, PagePool) else dict(pool.items())
+        regions = [region for each in self._groups.values() for region in each.regions]
+        self._context = regions[0].context if context is None else context
+        if any(region.context is not self._context for region in regions):
             raise ConfigError(
                 "the pool was made with another UCX context", field="context", value=context, fix="Pass the pool's own"
             )
         self._worker: Worker | None = None
-        self._receiver: Receiver | None = None
+        self._receivers: list[Receiver] = []
+        self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
         self._listener: Listener | None = None
         self._channels: set[Channel] = set()
         self._peers: set[Peer] = set()
@@ -103,12 +109,18 @@ class Engine:
         """
         self._worker = self._context.open_worker()
         if self._listen is not None:
-            self._receiver = Receiver(
-                self.pool,
-                lease_s=self._lease_s,
-                timeout_s=self._timeout_s,
-                clock=asyncio.get_running_loop().time,
-            )
+            self._receivers = [
+                Receiver(
+                    pool,
+                    pool_id=pool_id,
+                    group=group,
+                    arrivals=self._arrivals,
+                    lease_s=self._lease_s,
+                    timeout_s=self._timeout_s,
+                    clock=asyncio.get_running_loop().time,
+                )
+                for pool_id, (group, pool) in enumerate(self._groups.items())
+            ]
             host, port = self._listen
             try:
                 self._listener = await serve(
@@ -136,14 +148,23 @@ class Engine:
         async with contextlib.AsyncExitStack() as steps:
             if self._worker is not None:
                 steps.push_async_callback(asyncio.to_thread, self._worker.close)
-            if self._receiver is not None:
-                steps.callback(self._receiver.close)
+            steps.callback(self._end_arrivals)
+            for receiver in self._receivers:
+                steps.callback(receiver.close)
             for channel in list(self._channels):
                 steps.push_async_callback(channel.close)
             if self._listener is not None:
                 steps.push_async_callback(self._listener.close)
             for peer in list(self._peers):
                 steps.push_async_callback(peer.close)
+
+    def _end_arrivals(self) -> None:
+        """What nobody took goes back to the pool, and `arrivals` ends."""
+        while not self._arrivals.empty():
+            arrival = self._arrivals.get_nowait()
+            if arrival is not None:
+                arrival.release()
+        self._arrivals.put_nowait(None)
 
     @property
     def address(self) -> str:
@@ -185,10 +206,11 @@ class Engine:
         Raises:
             ConfigError: the engine does not listen.
         """
-        if self._receiver is None:
+        if not self._receivers:
             raise ConfigError("the engine does not listen", field="listen", value=None, fix="Pass listen='host:port'")
-        while (arrival := await self._receiver.next_arrival()) is not None:
+        while (arrival := await self._arrivals.get()) is not None:
             yield arrival
+        self._arrivals.put_nowait(None)  # for the next one who asks
 
     def _config(self) -> SessionConfig:
         if self._worker is None:
@@ -203,13 +225,16 @@ class Engine:
 
     def _accept(self, channel: Channel) -> EventHandler:
         """A sender has connected and may stay."""
-        receiver = self._receiver
-        assert receiver is not None
         link = _ServerLink(channel)
         self._channels.add(channel)
 
         def handle(event: Event) -> None:
-            receiver.handle(link, event)
+            # Pool 0 is announced last: with it a peer knows them all.
+            for receiver in reversed(self._receivers):
+                receiver.handle(link, event)
+            if isinstance(event, Offered) and event.offer.pool_id >= len(self._receivers):
+                error = StaleGenerationError("there is no such pool", field="pool_id", value=event.offer.pool_id)
+                link.session.refuse(event.transfer_id, error, now=asyncio.get_running_loop().time())
             if isinstance(event, SessionClosed):
                 self._channels.discard(channel)
 

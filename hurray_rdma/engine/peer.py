@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import PoolLayout, Snapshot
+from hurray_rdma.cache import CacheSpec, PoolLayout, Snapshot, SnapshotGroups
 from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
@@ -34,8 +35,8 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.compat import announced_layout
 from hurray_rdma.engine.stats import TransferStats
-from hurray_rdma.engine.transfer import Transfer
-from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransportError
+from hurray_rdma.engine.transfer import RemotePool, Transfer
+from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, PeerLostError, TransportError
 from hurray_rdma.format import Dialect
 from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteMemory, RemoteRegion, Worker
 
@@ -72,12 +73,11 @@ class Peer:
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._endpoint: Endpoint | None = None
-        self._pool: Pool | None = None
-        self._layout: PoolLayout | None = None
+        self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
+        self._pools: dict[int, RemotePool] = {}
         self._zeros: Region | None = None
         self._connecting: asyncio.Task[Endpoint] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._memories: tuple[RemoteMemory, ...] = ()
         self._ready = asyncio.Event()
         self._error: HurrayError | None = None
         self._transfers: dict[int, Transfer] = {}
@@ -114,7 +114,8 @@ class Peer:
                 ) from None
             self._raise_if_lost()
             await self._connect(deadline - time.monotonic())
-            self._open_regions()
+            for pool_id in sorted(self._announced):
+                self._open_pool(pool_id)
         except BaseException:
             await self.close()
             raise
@@ -187,6 +188,29 @@ class Peer:
             await transfer.send_rest()
         return transfer.stats
 
+    async def send_groups(
+        self, snapshots: SnapshotGroups, *, key: str | None = None, timeout_s: float | None = None
+    ) -> dict[str, TransferStats]:
+        """Pushes the snapshots of all cache groups of a hybrid model, each into the peer's group with the same layers.
+
+        Nothing moves before every group has its grant. The peer gets one arrival for each group, all with ``key``.
+
+        Args:
+            snapshots, key, timeout_s: as of `send`.
+
+        Raises:
+            HurrayError: as `send`; the groups that were not complete are aborted.
+        """
+        name = key if key is not None else uuid.uuid4().hex
+        async with contextlib.AsyncExitStack() as ending:
+            transfers = {
+                group: await ending.enter_async_context(self.begin(snapshot, key=name, timeout_s=timeout_s))
+                for group, snapshot in snapshots.items()
+            }
+            for transfer in transfers.values():
+                await transfer.send_rest()
+        return {group: transfer.stats for group, transfer in transfers.items()}
+
     def begin(
         self,
         snapshot: Snapshot,
@@ -214,12 +238,12 @@ class Peer:
     @property
     def lane(self) -> str:
         """The UCX transport that carries pages: ``sysv``, ``cma``, ``tcp``, ``tcp (emulated)`` ..."""
-        return self.remote_memories()[0].lane
+        return self._first_memory().lane
 
     @property
     def path(self) -> str:
         """``mapped`` (stores into the peer's memory) or ``put`` (``ucp_put_nbx``)."""
-        return self.remote_memories()[0].path.value
+        return self._first_memory().path.value
 
     # What a transfer needs of it.
 
@@ -240,27 +264,28 @@ class Peer:
     def dialect(self) -> Dialect:
         return Dialect(self._peer_info().dialect)
 
-    def pool(self) -> Pool:
+    def pool_for(self, spec: CacheSpec) -> RemotePool:
         self._raise_if_lost()
         if self._closing is not None:
             raise PeerLostError(f"the connection to {self.address} was closed here")
-        if self._pool is None:
+        if not self._pools:
             raise PeerLostError(f"{self.address} has no pool to receive into (any more)")
-        return self._pool
-
-    def layout(self) -> PoolLayout:
-        self.pool()
-        assert self._layout is not None
-        return self._layout
+        if len(self._pools) == 1:
+            return next(iter(self._pools.values()))
+        for remote in self._pools.values():
+            theirs = remote.layout.spec
+            if theirs.layer_indices == spec.layer_indices and set(theirs.roles) == set(spec.roles):
+                return remote
+        raise GeometryError(
+            f"the receiving side has groups with layers {[r.layout.spec.layer_indices for r in self._pools.values()]}",
+            field="layers",
+            value=spec.layer_indices,
+        )
 
     def zeros(self, nbytes: int) -> Region:
         if self._zeros is None or self._zeros.nbytes < nbytes:
             self._zeros = self._context.allocate(nbytes)
         return self._zeros
-
-    def remote_memories(self) -> Sequence[RemoteMemory]:
-        self._raise_if_lost()
-        return self._memories
 
     def register(self, transfer_id: int, transfer: Transfer) -> None:
         self._transfers[transfer_id] = transfer
@@ -273,9 +298,10 @@ class Peer:
             case SessionOpened():
                 pass
             case PoolAnnounced(pool=pool):
-                self._announced(pool)
-            case PoolRemoved():
-                self._pool = None
+                self._hear_pool(pool)
+            case PoolRemoved(pool_id=pool_id):
+                self._announced.pop(pool_id, None)
+                self._drop_pool(pool_id)
             case Granted(transfer_id=transfer_id, grant=grant):
                 if transfer_id in self._transfers:
                     self._transfers[transfer_id].granted(grant)
@@ -295,23 +321,35 @@ class Peer:
             case _:
                 pass
 
-    def _announced(self, pool: Pool) -> None:
+    def _hear_pool(self, pool: Pool) -> None:
         try:
-            self._pool, self._layout = pool, announced_layout(pool)
+            self._announced[pool.pool_id] = pool, announced_layout(pool)
             if self._endpoint is not None:
-                self._open_regions()
+                self._open_pool(pool.pool_id)
         except HurrayError as error:
-            self._pool, self._error = None, error
-        self._ready.set()
+            self._error = error
+        if pool.pool_id == 0 or self._error is not None:  # pool 0 is announced last
+            self._ready.set()
 
-    def _open_regions(self) -> None:
-        endpoint, pool = self._open_endpoint(), self.pool()
-        for memory in self._memories:
-            memory.close()
-        self._memories = tuple(
+    def _open_pool(self, pool_id: int) -> None:
+        self._drop_pool(pool_id)
+        endpoint, (pool, layout) = self._open_endpoint(), self._announced[pool_id]
+        memories = tuple(
             endpoint.open_region(RemoteRegion(remote_addr=r.remote_addr, nbytes=r.nbytes, rkey=r.rkey))
             for r in pool.regions
         )
+        self._pools[pool_id] = RemotePool(pool, layout, memories)
+
+    def _drop_pool(self, pool_id: int) -> None:
+        old = self._pools.pop(pool_id, None)
+        for memory in old.memories if old is not None else ():
+            memory.close()
+
+    def _first_memory(self) -> RemoteMemory:
+        self._raise_if_lost()
+        if not self._pools:
+            raise PeerLostError(f"{self.address} has no pool to receive into (any more)")
+        return next(iter(self._pools.values())).memories[0]
 
     def _peer_info(self) -> PeerInfo:
         info = self.session.peer

@@ -56,7 +56,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_WAITING = 1024
 """Offers that may wait for pages; more are refused as busy."""
-_POOL_ID = 0
 
 
 class Link(Protocol):
@@ -115,14 +114,30 @@ class Receiver:
     """Grants pages of one pool to any number of senders.
 
     Args:
-        pool: where arrivals go.
+        pool: where pages of arrivals are.
+        pool_id: its number in the engine.
+        group: its name, if it is one of several cache groups.
+        arrivals: where granted transfers go.
         lease_s: a grant of which nothing is heard for this long is aborted.
         timeout_s: what `Arrival.wait_layer` and `Arrival.snapshot` wait by default.
         clock: the event loop's.
     """
 
-    def __init__(self, pool: PagePool, *, lease_s: float, timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        pool_id: int,
+        group: str | None,
+        arrivals: asyncio.Queue[Arrival | None],
+        lease_s: float,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._pool = pool
+        self._pool_id = pool_id
+        self._group = group
+        self._arrivals = arrivals
         self._generation = 1
         self._lease_s = lease_s
         self._timeout_s = timeout_s
@@ -131,16 +146,8 @@ class Receiver:
         self._parts: dict[tuple[Link, int], _Part] = {}
         self._unfilled: dict[str, _Whole] = {}
         self._given_up: dict[tuple[Link, int], _Whole] = {}  # a late QUIET brings the pages back
-        self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         pool.allocator.watch(self._pages_freed)
-
-    async def next_arrival(self) -> Arrival | None:
-        """The next granted transfer; None when the engine has closed."""
-        arrival = await self._arrivals.get()
-        if arrival is None:
-            self._arrivals.put_nowait(None)  # for the next one who asks
-        return arrival
 
     def handle(self, link: Link, event: Event) -> None:
         """Takes one event of a connection's session; the channel that delivers it sends what this session answers."""
@@ -149,9 +156,9 @@ class Receiver:
                 if self._pool.closed:
                     _log.error("%s connected, but the receiving pool is closed", event.peer.engine_name)
                     return
-                pool = announcement(self._pool, pool_id=_POOL_ID, generation=self._generation)
+                pool = announcement(self._pool, pool_id=self._pool_id, generation=self._generation)
                 link.session.announce(pool, now=self._clock())
-            case Offered(transfer_id=transfer_id, offer=offer):
+            case Offered(transfer_id=transfer_id, offer=offer) if offer.pool_id == self._pool_id:
                 self._offered(link, transfer_id, offer)
             case DescriptorEnded(transfer_id=transfer_id, descriptor_index=index):
                 self._descriptor_ended(link, transfer_id, index)
@@ -170,18 +177,10 @@ class Receiver:
                 pass
 
     def close(self) -> None:
-        """Ends the arrivals: after it `next_arrival` returns None. The sessions must be closed before. Idempotent.
-
-        What nobody took goes back to the pool.
-        """
+        """Ends what is not complete. The sessions must be closed before. Idempotent."""
         self._pool.allocator.unwatch(self._pages_freed)
         for whole in list(self._unfilled.values()):
             self._abort(whole.arrival, "the engine closed")
-        while not self._arrivals.empty():
-            arrival = self._arrivals.get_nowait()
-            if arrival is not None:
-                arrival.release()
-        self._arrivals.put_nowait(None)
 
     # Offers.
 
@@ -204,11 +203,9 @@ class Receiver:
     def _checked(self, link: Link, transfer_id: int, offer: Offer) -> _Offer:
         if self._pool.closed:
             raise RegistrationError("the receiving pool is closed")
-        if offer.pool_id != _POOL_ID or offer.generation != self._generation:
+        if offer.generation != self._generation:
             raise StaleGenerationError(
-                f"the pool is {_POOL_ID} in generation {self._generation}",
-                field="(pool_id, generation)",
-                value=(offer.pool_id, offer.generation),
+                f"the pool is in generation {self._generation}", field="generation", value=offer.generation
             )
         peer = link.session.peer
         dialect = Dialect(peer.dialect) if peer is not None else Dialect.ADR_024
@@ -265,6 +262,7 @@ class Receiver:
         arrival = Arrival(
             self._pool,
             offer.offer.key,
+            group=self._group,
             page_map=page_map,
             page_ids=page_ids,
             written=written,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,7 +24,7 @@ from hurray_rdma.format import Dialect, ElementType, encode_many
 from hurray_rdma.plan import Move, Plan, check_pair, plan_transfer
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
-__all__ = ["Transfer", "TransferRoute"]
+__all__ = ["RemotePool", "Transfer", "TransferRoute"]
 
 Offsets = NDArray[np.uint64]
 _T = TypeVar("_T")
@@ -49,23 +48,26 @@ class TransferRoute(Protocol):
     def dialect(self) -> Dialect:
         """The dialect of the session's descriptors."""
 
-    def pool(self) -> Pool:
-        """The peer's receive pool."""
-
-    def layout(self) -> PoolLayout:
-        """Its layout, checked."""
+    def pool_for(self, spec: CacheSpec) -> RemotePool:
+        """The peer's pool that is to take pages of ``spec``."""
 
     def zeros(self, nbytes: int) -> Region:
         """A registered region of at least so many bytes, all zero."""
-
-    def remote_memories(self) -> Sequence[RemoteMemory]:
-        """Its regions, opened."""
 
     def register(self, transfer_id: int, transfer: Transfer) -> None:
         """From now on the transfer hears of its events."""
 
     def forget(self, transfer_id: int) -> None:
         """It has ended."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemotePool:
+    """A pool that the peer announced, its layout checked and its regions opened."""
+
+    pool: Pool
+    layout: PoolLayout
+    memories: tuple[RemoteMemory, ...]
 
 
 @dataclass(slots=True)
@@ -201,15 +203,16 @@ class Transfer:
     async def _begin(self) -> None:
         self._started = time.monotonic()
         self._deadline = self._started + self._timeout_s
-        snapshot, pool = self._snapshot, self._route.pool()
-        spec, dest = snapshot.pool.spec, self._route.layout()
+        snapshot, spec = self._snapshot, self._snapshot.pool.spec
+        remote = self._route.pool_for(spec)
+        dest = remote.layout
         check_pair(spec, dest.spec)
         page_map = page_map_of(snapshot, dest.spec)
         session = self._route.session
         offer = Offer(
             key=self._key,
-            pool_id=pool.pool_id,
-            generation=pool.generation,
+            pool_id=remote.pool.pool_id,
+            generation=remote.pool.generation,
             descriptors=encode_many(snapshot.descriptors(), dialect=self._route.dialect()),
             block_table=snapshot.block_table,
             seq_ptr=snapshot.seq_ptr,
@@ -226,7 +229,7 @@ class Transfer:
         self._route.notify()
         try:
             grant = await self._wait(self._granted, "a grant")
-            self._memories = self._route.remote_memories()
+            self._memories = remote.memories
             self._plan = plan_transfer(
                 snapshot.pool.layout,
                 dest,

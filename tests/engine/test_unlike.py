@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hurray_rdma import CacheSpec, DeadlineExceededError, Engine, GeometryError, PagePool, Peer, Snapshot
-from hurray_rdma.cache import snapshot_keys
+from hurray_rdma.cache import PoolGroups, SnapshotGroups, snapshot_keys
 from hurray_rdma.testing.processes import Child
 
 SPEC = CacheSpec(num_layers=2, num_heads=4, head_dim=8, page_size=8, dtype="bfloat16", total_heads=4)
@@ -282,3 +282,69 @@ async def refused(peer: Peer, snapshot: Snapshot, field: str) -> None:
     with pytest.raises(GeometryError) as caught:
         await peer.send(snapshot)
     assert caught.value.field == field
+
+
+GROUPS = {
+    "full": replace(SPEC, layers=(0, 2), page_size=8),
+    "window": replace(SPEC, layers=(1, 3), page_size=4, num_heads=2, total_heads=2),
+}
+
+
+def groups_receiver(connection: Connection, specs: dict[str, CacheSpec]) -> None:
+    """Receives one snapshot of each group; reports the contents by group, then the free pages of each."""
+
+    async def run() -> None:
+        with PoolGroups.allocate({name: (spec, 32) for name, spec in specs.items()}) as pools:
+            async with Engine(pools, listen="127.0.0.1:0", timeout_s=20) as engine:
+                connection.send(engine.address)
+                found: dict[str | None, Any] = {}
+                async for arrival in engine.arrivals():
+                    snapshot = await arrival.snapshot()
+                    found[arrival.group] = (arrival.key, contents(snapshot))
+                    arrival.release()
+                    if len(found) == len(specs):
+                        break
+                connection.send(found)
+                connection.send({name: pool.allocator.accounts().free for name, pool in pools.items()})
+                await asyncio.to_thread(connection.recv)
+
+    asyncio.run(run())
+
+
+def test_cache_groups_of_a_hybrid_model_travel_together() -> None:
+    # The receiver's groups have other page sizes and come in another order.
+    theirs = {"window": replace(GROUPS["window"], page_size=8), "full": GROUPS["full"].with_order("HND")}
+    with Child(groups_receiver, theirs) as child:
+        address = child.receive()
+        with PoolGroups.allocate({name: (spec, 32) for name, spec in GROUPS.items()}) as pools:
+            for seed, pool in enumerate(pools.values()):
+                fill(pool, seed)
+            sent = SnapshotGroups(
+                pools,
+                {
+                    "full": Snapshot.from_block_tables(pools["full"], TABLES, seq_lens=SEQ_LENS),
+                    "window": Snapshot.from_block_tables(
+                        pools["window"], [[7, 3], [9], [11], [], [12, 13]], seq_lens=[8, 4, 1, 0, 6]
+                    ),
+                },
+            )
+
+            async def run() -> dict[str, Any]:
+                async with Engine(pools, timeout_s=20) as engine, engine.connect(address) as peer:
+                    with PagePool.allocate(SPEC, 8) as other, pytest.raises(GeometryError, match="groups with layers"):
+                        await peer.send(Snapshot.from_block_tables(other, [[1]], seq_lens=[4]))
+                    return await peer.send_groups(sent, key="hybrid")
+
+            stats = asyncio.run(run())
+            assert {name: each.num_pages for name, each in stats.items()} == {
+                "full": 9,
+                "window": 4,
+            }  # two pages of 4 make one of 8
+            received = child.receive()
+            assert set(received) == {"full", "window"}
+            for name, (key, found) in received.items():
+                assert key == "hybrid"
+                for at, (tokens,) in contents(sent[name]).items():
+                    assert np.array_equal(found[at][0], tokens), (name, at)
+        assert child.receive() == {"window": 32, "full": 32}
+        child.send("end")
