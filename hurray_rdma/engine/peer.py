@@ -38,7 +38,7 @@ from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.transfer import RemotePool, Transfer
 from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, PeerLostError, TransportError
 from hurray_rdma.format import Dialect
-from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteMemory, RemoteRegion, Worker
+from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteMemory, RemoteRegion, StopFlag, Worker
 
 __all__ = ["Peer"]
 
@@ -76,6 +76,7 @@ class Peer:
         self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
         self._pools: dict[int, RemotePool] = {}
         self._zeros: Region | None = None
+        self._give_up = StopFlag()
         self._connecting: asyncio.Task[Endpoint] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -127,7 +128,9 @@ class Peer:
 
         # The thread cannot be interrupted: what it makes must have an owner, also when nobody waits for it any more.
         task = asyncio.create_task(
-            asyncio.to_thread(self._worker.connect, self._peer_info().worker_address, timeout_s=timeout_s)
+            asyncio.to_thread(
+                self._worker.connect, self._peer_info().worker_address, timeout_s=timeout_s, stop=self._give_up
+            )
         )
         task.add_done_callback(keep)
         self._connecting = task
@@ -143,6 +146,7 @@ class Peer:
         for transfer in list(self._transfers.values()):
             await transfer.abort("its connection is being closed")
         if self._connecting is not None:
+            self._give_up.set()
             await asyncio.wait({self._connecting})
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)  # where it fails, the worker keeps the endpoint

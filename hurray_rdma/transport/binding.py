@@ -93,7 +93,6 @@ class BoundWorker:
         except UCXError as error:
             raise TransportError(f"UCX could not make a worker: {error}") from error
         self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def owner(self) -> object:
@@ -102,13 +101,21 @@ class BoundWorker:
 
     @property
     def handle(self) -> int:
-        """``ucp_worker_h``."""
+        """``ucp_worker_h``.
+
+        Raises:
+            TransportError: the worker is closed.
+        """
+        if self._worker is None:
+            raise TransportError("the UCX worker is closed")
         return int(self._worker.handle)
 
     def close(self) -> None:
-        """Stops the progress thread and lets the worker go. Idempotent; close its endpoints first."""
+        """Stops the progress thread and lets the worker go. Idempotent; close its endpoints first.
+
+        An endpoint that could not be closed keeps the worker itself.
+        """
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._worker.stop_progress_thread()
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop_progress_thread()

@@ -44,7 +44,7 @@ class Worker:
         """``ucp_worker_h``."""
         return self._bound.handle
 
-    def connect(self, address: bytes, *, timeout_s: float) -> Endpoint:
+    def connect(self, address: bytes, *, timeout_s: float, stop: StopFlag | None = None) -> Endpoint:
         """Connects to a peer's worker and picks the fastest lane that survives the peer's death.
 
         With error handling first; UCX has no one-sided lane for some transports then (tcp), and those are safe without
@@ -53,19 +53,22 @@ class Worker:
         Args:
             address: the peer's `Worker.address`.
             timeout_s: budget for making the connection, both attempts together.
+            stop: set it from another thread to give up early.
 
         Raises:
+            TransferAbortedError: ``stop`` was set.
             ProtocolError: the address is damaged.
             TransportError: no transport reaches the peer.
             DeadlineExceededError: the peer's worker did not answer in time.
         """
         deadline = time.monotonic() + timeout_s
         raw = unseal(address, field="worker_address")
-        endpoint = self._open(raw, error_handling=True, deadline=deadline)
+        stop = stop if stop is not None else StopFlag()
+        endpoint = self._open(raw, error_handling=True, deadline=deadline, stop=stop)
         if not endpoint.lanes.emulated:
             return endpoint
         try:
-            other = self._open(raw, error_handling=False, deadline=deadline)
+            other = self._open(raw, error_handling=False, deadline=deadline, stop=stop)
         except BaseException:
             endpoint.close()
             raise
@@ -75,7 +78,7 @@ class Worker:
         endpoint.close()
         return other
 
-    def _open(self, raw: bytes, *, error_handling: bool, deadline: float) -> Endpoint:
+    def _open(self, raw: bytes, *, error_handling: bool, deadline: float, stop: StopFlag) -> Endpoint:
         try:
             bound = native.Endpoint(self.handle, raw, error_handling, self._bound.owner)
         except native.UcxError as error:
@@ -87,7 +90,7 @@ class Worker:
         endpoint = Endpoint(self, bound, error_handling)
         try:
             # Lanes are known only after the wire-up, which a first flush completes.
-            endpoint.flush(timeout_s=deadline - time.monotonic())
+            endpoint.flush(timeout_s=deadline - time.monotonic(), stop=stop)
             endpoint.read_lanes()
         except BaseException:
             endpoint.close()
@@ -145,13 +148,15 @@ class Endpoint:
         """Asks UCX for the lanes (``ucp_ep_print_info``) and keeps them as ``lanes``."""
         self.lanes = parse_lanes(self._bound.info(), error_handling=self._error_handling)
 
-    def flush(self, *, timeout_s: float) -> None:
+    def flush(self, *, timeout_s: float, stop: StopFlag | None = None) -> None:
         """Waits until everything posted before has reached the peer (``ucp_ep_flush_nbx``).
 
         Raises:
-            DeadlineExceededError, PeerLostError, TransportError
+            DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError
         """
-        status = native.flush(self._worker.handle, self.handle, deadline_ns(timeout_s))
+        status = native.flush(
+            self._worker.handle, self.handle, stop if stop is not None else StopFlag(), deadline_ns(timeout_s)
+        )
         raise_for(status, "flush", timeout_s=timeout_s)
 
     def open_region(self, remote: RemoteRegion) -> RemoteMemory:

@@ -333,11 +333,11 @@ def post(uintptr_t worker, uintptr_t endpoint, bint get, uint64_t local_base, Me
     return _as_tuple(outcome)
 
 
-def flush(uintptr_t worker, uintptr_t endpoint, uint64_t deadline_ns):
+def flush(uintptr_t worker, uintptr_t endpoint, StopFlag stop not None, uint64_t deadline_ns):
     """``ucp_ep_flush_nbx``, waited for; returns the status."""
     cdef ucs_status_t status
     with nogil:
-        status = hurray_flush(<ucp_worker_h>worker, <ucp_ep_h>endpoint, deadline_ns)
+        status = hurray_flush(<ucp_worker_h>worker, <ucp_ep_h>endpoint, &stop.value, deadline_ns)
     return <int>status
 
 

@@ -15,7 +15,7 @@
 /* How often the loops look at the clock and at `stop`. */
 #define OPERATIONS_PER_CHECK 64
 #define BYTES_PER_CHECK (4u << 20)
-/* After a stop, what is in flight gets this long to land; then the caller closes the endpoint by force. */
+/* After a stop or the deadline, what is in flight gets this long to land; then the caller closes the endpoint. */
 #define DRAIN_NS 1000000000u
 
 /* Shared with completion callbacks, which may run after the posting call has given up: freed by whoever is last. */
@@ -147,7 +147,7 @@ static ucs_status_t flush_tracked(ucp_worker_h worker, ucp_ep_h ep, progress_t *
     return wait_for(worker, progress, posted + 1, stop, deadline_ns);
 }
 
-ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, uint64_t deadline_ns)
+ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, const volatile int *stop, uint64_t deadline_ns)
 {
     progress_t *progress = progress_new();
     ucs_status_t status;
@@ -155,7 +155,7 @@ ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, uint64_t deadline_ns
     if (progress == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    status = flush_tracked(worker, ep, progress, 0, NULL, &deadline_ns);
+    status = flush_tracked(worker, ep, progress, 0, stop, &deadline_ns);
     if (status == UCS_OK) {
         status = (ucs_status_t)__atomic_load_n(&progress->status, __ATOMIC_ACQUIRE);
     }
@@ -197,7 +197,7 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
     hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
     progress_t *progress = progress_new();
     ucp_request_param_t param;
-    ucs_status_t waited, failed;
+    ucs_status_t waited, drained, failed;
 
     if (progress == NULL) {
         outcome.status = UCS_ERR_NO_MEMORY;
@@ -238,17 +238,23 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
 
     /* Also after a failure: what is in flight must land, or be known not to, before the caller may go on. */
     waited = flush_tracked(worker, ep, progress, outcome.posted, stop, &deadline_ns);
+    drained = waited;
+    if (waited == UCS_ERR_TIMED_OUT) {
+        uint64_t drained_by = now_ns() + DRAIN_NS;
+
+        drained = wait_for(worker, progress, outcome.posted + 1, NULL, &drained_by);
+    }
     failed = (ucs_status_t)__atomic_load_n(&progress->status, __ATOMIC_ACQUIRE);
     outcome.completed = __atomic_load_n(&progress->completed, __ATOMIC_ACQUIRE);
     if (outcome.completed > outcome.posted) {
         outcome.completed = outcome.posted; /* the flush itself is not one of the plan's operations */
-    } else if (waited != UCS_OK && outcome.completed == outcome.posted && outcome.posted > 0) {
+    } else if (drained != UCS_OK && outcome.completed == outcome.posted && outcome.posted > 0) {
         outcome.completed = outcome.posted - 1; /* the flush may be the one that completed: claim nothing */
     }
     if (outcome.status == UCS_OK) {
         outcome.status = failed != UCS_OK ? failed : waited;
     }
-    outcome.settled = (outcome.posted == 0) || (waited == UCS_OK && failed == UCS_OK);
+    outcome.settled = (outcome.posted == 0) || (drained == UCS_OK && failed == UCS_OK);
     progress_drop(progress);
     return outcome;
 }

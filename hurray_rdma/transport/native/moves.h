@@ -37,7 +37,7 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
                              uint64_t window, const volatile int *stop, uint64_t deadline_ns);
 
 /* Waits until all that was posted on the endpoint before is complete at the remote side (ucp_ep_flush_nbx). */
-ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, uint64_t deadline_ns);
+ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, const volatile int *stop, uint64_t deadline_ns);
 
 typedef struct hurray_closing hurray_closing_t;
 

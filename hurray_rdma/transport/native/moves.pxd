@@ -29,7 +29,7 @@ cdef extern from "moves.h" nogil:
     ucs_status_t hurray_close_wait(ucp_worker_h worker, hurray_closing_t *closing, uint64_t deadline_ns)
     void hurray_close_drop(hurray_closing_t *closing)
 
-    ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, uint64_t deadline_ns)
+    ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, const int *stop, uint64_t deadline_ns)
     hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
                                  const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
                                  const int *stop, uint64_t deadline_ns)
