@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hurray_rdma.errors import ConfigError
+
 __all__ = ["demo"]
 
 _DEFAULT = "(default: demo.toml)"
@@ -26,7 +28,7 @@ def demo(
     tokens_max: Annotated[int | None, typer.Option(help="Tokens of the longest sequence.")] = None,
     sharing: Annotated[int | None, typer.Option(help="Sequences that share a prefix.")] = None,
     shared_prefix: Annotated[int | None, typer.Option(help="Tokens of that prefix.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of lengths, page IDs and content.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of lengths, page IDs and content.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Transfers, each compared and beside a memcpy.")] = None,
     tls: Annotated[str | None, typer.Option(help="UCX transports, e.g. tcp; empty leaves the choice to UCX.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Time budget of the whole demo, seconds.")] = None,
@@ -37,12 +39,22 @@ def demo(
         Path | None, typer.Option(help="GGUF file for --llm (default: what scripts/get-model got).")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file over the defaults of demo.toml.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the same facts to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the facts of the report to this file.")] = None,
 ) -> None:
     """Move a paged KV cache between two processes on this machine, and compare every token of it."""
     from hurray_rdma import demo as room  # noqa: PLC0415 - loads UCX
     from hurray_rdma.demo import report  # noqa: PLC0415
 
+    geometry = {"--layers": layers, "--heads": heads, "--head-dim": head_dim, "--dtype": dtype}
+    ignored = {"--model": model} if not llm else geometry
+    for option, value in ignored.items():
+        if value is not None:
+            raise ConfigError(
+                f"has no meaning {'with' if llm else 'without'} --llm",
+                field=option,
+                value=str(value),
+                fix="Leave it out",
+            )
     settings = room.load_config(
         config,
         overrides={

@@ -60,6 +60,9 @@ def main() -> None:
     except HurrayError as error:
         _tell(error)
         sys.exit(2 if isinstance(error, ConfigError | GeometryError) else 1)
+    except OSError as error:  # what is printed cannot be written: a full disk
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
 
 
 def _exit_on_sigterm(number: int, _: FrameType | None) -> None:

@@ -279,7 +279,10 @@ class ClientSession(Session):
 
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
         if transfer.state is TransferState.OFFERED:
-            error = DeadlineExceededError("the peer did not answer the offer in its time")
+            error = DeadlineExceededError(
+                "the peer did not answer the offer in its time",
+                fix="Its pool may be full: offers wait there until pages are released",
+            )
             self._stop_for(transfer, error, now)
             events.append(Refused(transfer.transfer_id, error))
         elif transfer.state is TransferState.ENDED:

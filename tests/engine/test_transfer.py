@@ -550,3 +550,25 @@ def test_pages_of_a_stopped_sender_are_quarantined_and_come_back_with_its_late_q
                     await asyncio.to_thread(child.join)
 
     asyncio.run(run())
+
+
+def test_a_receiver_that_closes_at_once_does_not_undo_a_complete_transfer() -> None:
+    async def run() -> None:
+        with PagePool.allocate(SPEC, 8) as pool, PagePool.allocate(SPEC, 8) as source:
+            snapshot = Snapshot.from_block_tables(source, [[1, 2, 3]], seq_lens=[12])
+
+            async def receive(engine: Engine) -> None:
+                async for arrival in engine.arrivals():
+                    await arrival.snapshot()
+                    arrival.release()
+                    break
+                await engine.close()
+
+            for _ in range(10):
+                async with Engine(pool, listen="127.0.0.1:0") as engine, Engine(source) as sender:
+                    async with sender.connect(engine.address) as peer:
+                        _, stats = await asyncio.gather(receive(engine), peer.send(snapshot))
+                    assert (stats.num_pages, stats.path) == (3, "mapped")
+            assert pool.allocator.accounts().free == 8
+
+    asyncio.run(run())
