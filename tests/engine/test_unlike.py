@@ -348,3 +348,25 @@ def test_cache_groups_of_a_hybrid_model_travel_together() -> None:
                     assert np.array_equal(found[at][0], tokens), (name, at)
         assert child.receive() == {"window": 32, "full": 32}
         child.send("end")
+
+
+@pytest.mark.parametrize("physical", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_every_physical_order_of_vllm_arrives(physical: str) -> None:
+    """vLLM's logical cache is [layers, blocks, heads, tokens, content], keys and values packed, in one allocation."""
+    fused = CacheSpec(num_layers=2, num_heads=4, head_dim=16, page_size=8, dtype="bfloat16", roles=("fused",))
+    spec = fused.with_order("HND")
+    sizes = dict(zip("LBHNC", (2, 32, 4, 8, 16), strict=True))
+    whole = np.empty([sizes[axis] for axis in physical], spec.storage_dtype)
+    logical = whole.transpose([physical.index(axis) for axis in "LBHNC"])
+    dest = replace(fused, page_size=16)
+    with Child(receiver, dest, 64, False, 1) as child:
+        address = child.receive()
+        with PagePool.from_arrays(spec, {"fused": list(logical)}) as pool:
+            fill(pool, 9)
+            sent = Snapshot.from_block_tables(pool, TABLES, seq_lens=SEQ_LENS)
+            send(address, sent)
+            _, _, received, _ = child.receive()
+            for at, (tokens,) in contents(sent).items():
+                assert np.array_equal(received[at][0], tokens), at
+        assert child.receive() == (64, 0, 0)
+        child.send("end")
