@@ -15,8 +15,9 @@
 /* How often the loops look at the clock and at `stop`. */
 #define OPERATIONS_PER_CHECK 64
 #define BYTES_PER_CHECK (4u << 20)
-/* After a stop or the deadline, what is in flight gets this long to land; then the caller closes the endpoint. */
-#define DRAIN_NS 1000000000u
+/* After a stop or the deadline, what is in flight gets this long to land, longer than a busy machine needs; then the
+ * caller closes the endpoint. */
+#define DRAIN_NS 3000000000u
 
 /* Shared with completion callbacks, which may run after the posting call has given up: freed by whoever is last. */
 typedef struct hurray_closing {
@@ -198,6 +199,7 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
     progress_t *progress = progress_new();
     ucp_request_param_t param;
     ucs_status_t waited, drained, failed;
+    const uint64_t asked_ns = deadline_ns;
 
     if (progress == NULL) {
         outcome.status = UCS_ERR_NO_MEMORY;
@@ -239,7 +241,8 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
     /* Also after a failure: what is in flight must land, or be known not to, before the caller may go on. */
     waited = flush_tracked(worker, ep, progress, outcome.posted, stop, &deadline_ns);
     drained = waited;
-    if (waited == UCS_ERR_TIMED_OUT) {
+    /* A stop has brought the deadline forward and left time to land; a deadline that came by itself has not. */
+    if ((waited == UCS_ERR_TIMED_OUT || waited == UCS_ERR_CANCELED) && deadline_ns == asked_ns) {
         uint64_t drained_by = now_ns() + DRAIN_NS;
 
         drained = wait_for(worker, progress, outcome.posted + 1, NULL, &drained_by);
