@@ -17,7 +17,7 @@
 #define BYTES_PER_CHECK (4u << 20)
 /* After a stop or the deadline, what is in flight gets this long to land, longer than a busy machine needs; then the
  * caller closes the endpoint. */
-#define DRAIN_NS 3000000000u
+#define DRAIN_NS 1000000000u
 
 /* Shared with completion callbacks, which may run after the posting call has given up: freed by whoever is last. */
 typedef struct hurray_closing {
