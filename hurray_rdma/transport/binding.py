@@ -36,10 +36,9 @@ with _environment_kept():
 
     from hurray_rdma.transport import _ucx
 
-__all__ = ["BoundContext", "BoundWorker", "native", "ucx_version"]
+__all__ = ["BoundContext", "BoundWorker", "native"]
 
 native = _ucx
-ucx_version: str = libucx.__version__
 
 
 class BoundContext:

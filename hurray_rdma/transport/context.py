@@ -75,7 +75,7 @@ class Context:
                 value=nbytes,
                 fix="Free memory, or raise the shared-memory limits (`ipcs -l`, `df /dev/shm`)",
             ) from error
-        return self._checked(memory, memory_type, device=device, ucx_allocated=True)
+        return self._checked(memory, memory_type, device=device)
 
     def register(self, address: int, nbytes: int, *, owner: object, device: str = "cpu") -> Region:
         """Registers the caller's memory, in place.
@@ -102,14 +102,14 @@ class Context:
                 value=nbytes,
                 fix="Raise the locked-memory limit (`ulimit -l`), or allocate the pool through the engine",
             ) from error
-        return self._checked(memory, memory_type, device=device, ucx_allocated=False)
+        return self._checked(memory, memory_type, device=device)
 
     def open_worker(self) -> Worker:
         """A worker with a progress thread of its own; one per engine."""
         self._check_process()
         return Worker(self._bound.open_worker())
 
-    def _checked(self, memory: native.Memory, memory_type: int, *, device: str, ucx_allocated: bool) -> Region:
+    def _checked(self, memory: native.Memory, memory_type: int, *, device: str) -> Region:
         if memory.memory_type != memory_type:
             seen = memory.memory_type
             memory.close()
@@ -119,7 +119,7 @@ class Context:
                 value=device,
                 fix="Check that UCX was built with CUDA support (`ucx_info -d | grep cuda`)",
             )
-        return Region(memory, device=device, ucx_allocated=ucx_allocated, context=self)
+        return Region(memory, device=device, context=self)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -41,14 +41,12 @@ class Region:
     until the last array over it is gone, so that no view dangles.
     """
 
-    def __init__(self, memory: native.Memory, *, device: str, ucx_allocated: bool, context: Context) -> None:
+    def __init__(self, memory: native.Memory, *, device: str, context: Context) -> None:
         self._memory = memory
         self.context = context
         """Where it is registered; an engine uses regions of its own context only."""
         self.device = device
         """``"cpu"`` or ``"cuda:N"``."""
-        self.ucx_allocated = ucx_allocated
-        """True if a peer on this host may be able to map it (`RemoteMemory.path`)."""
 
     @property
     def address(self) -> int:
