@@ -205,6 +205,19 @@ class PagePool:
         self._check_open("segment")
         return self._layout.segment(role, layer, part=part)
 
+    def renew(self) -> None:
+        """Registers the memory anew, in place: what peers know of it gives them no access any more (`Region.renew`).
+
+        Views and pages stay as they are; nobody may write pages during the call. An engine that receives into the pool
+        must do it itself: `Engine.reregister`.
+
+        Raises:
+            RegistrationError: the pool is closed, a region is in use, or UCX refuses.
+        """
+        self._check_open("renew")
+        for region in self._regions:
+            region.renew()
+
     def close(self) -> None:
         """Deregisters the memory; peers can reach none of it any more. Idempotent."""
         if not self._closed:

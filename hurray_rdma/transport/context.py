@@ -58,6 +58,9 @@ class Context:
         memory_type = _memory_type(device)
         if nbytes <= 0:
             raise RegistrationError("must be above 0", field="nbytes", value=nbytes)
+        return self._checked(self._allocate(nbytes, memory_type, device), device, allocated=True, owner=None)
+
+    def _allocate(self, nbytes: int, memory_type: int, device: str) -> native.Memory:
         if device == "cpu" and nbytes > (available := _available_nbytes()):
             # Asked for more than there is, UCX fills all of /dev/shm before it gives up.
             raise RegistrationError(
@@ -67,7 +70,7 @@ class Context:
                 fix="Make the pool smaller",
             )
         try:
-            memory = native.Memory.allocate(self._bound.handle, nbytes, memory_type, (self._bound.owner,))
+            return native.Memory.allocate(self._bound.handle, nbytes, memory_type, (self._bound.owner,))
         except native.UcxError as error:
             raise RegistrationError(
                 f"UCX could not allocate {nbytes} bytes on {device}: {error}",
@@ -75,7 +78,6 @@ class Context:
                 value=nbytes,
                 fix="Free memory, or raise the shared-memory limits (`ipcs -l`, `df /dev/shm`)",
             ) from error
-        return self._checked(memory, memory_type, device=device)
 
     def register(self, address: int, nbytes: int, *, owner: object, device: str = "cpu") -> Region:
         """Registers the caller's memory, in place.
@@ -93,8 +95,12 @@ class Context:
         memory_type = _memory_type(device)
         if nbytes <= 0 or address <= 0:
             raise RegistrationError("must both be above 0", field="(address, nbytes)", value=(address, nbytes))
+        memory = self._map(address, nbytes, memory_type, device, owner)
+        return self._checked(memory, device, allocated=False, owner=owner)
+
+    def _map(self, address: int, nbytes: int, memory_type: int, device: str, owner: object) -> native.Memory:
         try:
-            memory = native.Memory.map(self._bound.handle, address, nbytes, memory_type, (self._bound.owner, owner))
+            return native.Memory.map(self._bound.handle, address, nbytes, memory_type, (self._bound.owner, owner))
         except native.UcxError as error:
             raise RegistrationError(
                 f"UCX could not register {nbytes} bytes at {address:#x} on {device}: {error}",
@@ -102,24 +108,45 @@ class Context:
                 value=nbytes,
                 fix="Raise the locked-memory limit (`ulimit -l`), or allocate the pool through the engine",
             ) from error
-        return self._checked(memory, memory_type, device=device)
+
+    def remake(self, region: Region) -> native.Memory:
+        """A new registration of the region's bytes, for `Region.renew`; the old one stays.
+
+        Raises:
+            RegistrationError: UCX refuses, or the memory cannot be replaced in place.
+        """
+        self._check_process()
+        old, device = region.memory, region.device
+        memory_type = _memory_type(device)
+        if not region.allocated:
+            return self._map(old.address, old.nbytes, memory_type, device, region.owner)
+        new = self._allocate(old.nbytes, memory_type, device)
+        try:
+            new.take_over(old, region.seen_address)
+        except (OSError, ValueError) as error:
+            new.close()
+            raise RegistrationError(
+                f"the memory of the region cannot be replaced in place: {error}", field="device", value=device
+            ) from error
+        return new
 
     def open_worker(self) -> Worker:
         """A worker with a progress thread of its own; one per engine."""
         self._check_process()
         return Worker(self._bound.open_worker())
 
-    def _checked(self, memory: native.Memory, memory_type: int, *, device: str) -> Region:
-        if memory.memory_type != memory_type:
+    def _checked(self, memory: native.Memory, device: str, *, allocated: bool, owner: object) -> Region:
+        if memory.memory_type != _memory_type(device):
             seen = memory.memory_type
             memory.close()
             raise RegistrationError(
-                f"UCX sees memory type {seen} where {device} is {memory_type}: it would not use the device's lanes",
+                f"UCX sees memory type {seen} where {device} is {_memory_type(device)}: it would not use the device's "
+                "lanes",
                 field="device",
                 value=device,
                 fix="Check that UCX was built with CUDA support (`ucx_info -d | grep cuda`)",
             )
-        return Region(memory, device=device, context=self)
+        return Region(memory, device=device, context=self, allocated=allocated, owner=owner)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -41,8 +41,14 @@ class Region:
     until the last array over it is gone, so that no view dangles.
     """
 
-    def __init__(self, memory: native.Memory, *, device: str, context: Context) -> None:
+    def __init__(self, memory: native.Memory, *, device: str, context: Context, allocated: bool, owner: object) -> None:
         self._memory = memory
+        self._seen = memory
+        """Where its arrays are: `renew` leaves them in place."""
+        self.allocated = allocated
+        """Whether UCX allocated it: the only kind that a process on this host may map."""
+        self.owner = owner
+        """Of the caller's memory."""
         self.context = context
         """Where it is registered; an engine uses regions of its own context only."""
         self.device = device
@@ -50,8 +56,13 @@ class Region:
 
     @property
     def address(self) -> int:
-        """First byte, an address in this process."""
+        """First byte as it is registered, an address in this process; another after `renew`."""
         return self._memory.address
+
+    @property
+    def seen_address(self) -> int:
+        """First byte as the arrays over it have it: `renew` does not change it."""
+        return self._seen.address
 
     @property
     def nbytes(self) -> int:
@@ -84,13 +95,37 @@ class Region:
             RegistrationError: the region is closed, or not host memory.
         """
         try:
-            return np.frombuffer(memoryview(self.memory), dtype=np.uint8)
+            return np.frombuffer(memoryview(self._seen), dtype=np.uint8)
         except BufferError as error:
             raise RegistrationError(str(error), field="device", value=self.device) from error
+
+    def renew(self) -> None:
+        """Registers the same bytes anew: no rkey and no mapping that a peer has reaches them any more.
+
+        Arrays stay where they are and keep their content; nobody may write through them during the call. What a peer
+        on this host may still write into memory that UCX did not allocate (``cma``) it may write afterwards, too.
+
+        Raises:
+            RegistrationError: the region is closed or in use, or UCX refuses; it is as it was.
+        """
+        old = self.memory
+        if not self.allocated and old.in_use:
+            raise RegistrationError(
+                "an operation in flight or an array keeps it registered",
+                field="region",
+                value=repr(self),
+                fix="Try again when transfers out of it have ended",
+            )
+        self._memory = self.context.remake(self)
+        if not self.allocated:
+            self._seen = self._memory
+        if old is not self._seen:
+            old.close()
 
     def close(self) -> None:
         """Deregisters (``ucp_mem_unmap``): rkeys of it are void from now on. Idempotent."""
         self._memory.close()
+        self._seen.close()
 
     def __repr__(self) -> str:
         state = " [closed]" if self.closed else ""

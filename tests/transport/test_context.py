@@ -107,3 +107,36 @@ def test_importing_the_package_loads_no_ucx_and_the_environment_stays() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_renewed_memory_keeps_its_content_and_its_arrays() -> None:
+    region = Context().allocate(1 << 20)
+    array = region.array()
+    array[:] = np.arange(1 << 20) % 251
+    before = array.copy()
+    keys = {region.remote()}
+    for _ in range(3):
+        region.renew()
+        keys.add(region.remote())
+        assert np.array_equal(array, before)
+        array[7] += 1
+        assert region.array()[7] == array[7]
+        array[7] -= 1
+    assert len(keys) == 4
+    region.close()
+    assert np.array_equal(array, before)
+
+
+def test_a_callers_memory_is_renewed_in_place() -> None:
+    array = np.arange(4096, dtype=np.uint8)
+    region = Context().register(array.ctypes.data, array.nbytes, owner=array)
+    region.renew()
+    assert region.address == array.ctypes.data
+    view = region.array()
+    with pytest.raises(RegistrationError, match="keeps it registered"):
+        region.renew()
+    del view
+    region.renew()
+    region.close()
+    with pytest.raises(RegistrationError, match="closed"):
+        region.renew()

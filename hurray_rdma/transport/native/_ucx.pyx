@@ -10,11 +10,11 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdio cimport FILE, fclose
 from libc.stdlib cimport free
-from libc.string cimport memset
+from libc.string cimport memset, strerror
 
 from moves cimport (
     HURRAY_GET, HURRAY_PUT, hurray_close_begin, hurray_close_drop, hurray_close_wait, hurray_closing_t, hurray_copy,
-    hurray_flush, hurray_memcpy, hurray_outcome_t, hurray_plan_t, hurray_post,
+    hurray_flush, hurray_map_over, hurray_memcpy, hurray_outcome_t, hurray_plan_t, hurray_post,
 )
 from ucp cimport *
 
@@ -100,6 +100,11 @@ cdef class Memory:
     def closed(self):
         return self.closing or self.handle == NULL
 
+    @property
+    def in_use(self):
+        """Whether something puts off the unmapping that `close` asks for."""
+        return self.exports > 0
+
     def close(self):
         """Unmaps (and frees what UCX allocated) now, or when the last view is gone. Idempotent."""
         self.closing = True
@@ -115,6 +120,20 @@ cdef class Memory:
         """Ends one `hold`."""
         self.exports -= 1
         self._unmap_if_unused()
+
+    def take_over(self, Memory old not None, uintptr_t seen_address):
+        """Copies the content of ``old`` and appears in its place, at ``seen_address``: whoever looks there sees this
+        memory from now on, while a peer that mapped ``old`` keeps the former pages. For allocated host memory; nobody
+        may write there meanwhile."""
+        cdef uint64_t zero = 0, nbytes = self.nbytes
+        cdef int error
+        if old.nbytes != self.nbytes or old.handle == NULL or self.memory_type != UCS_MEMORY_TYPE_HOST:
+            raise ValueError("only host memory can be replaced in place, by as much")
+        with nogil:
+            hurray_memcpy(old.address, self.address, &zero, &zero, &nbytes, 1)
+            error = hurray_map_over(self.address, seen_address, self.nbytes)
+        if error:
+            raise OSError(error, "mremap: " + strerror(error).decode())
 
     cdef _unmap_if_unused(self):
         cdef ucs_status_t status

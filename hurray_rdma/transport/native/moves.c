@@ -1,8 +1,11 @@
+#define _GNU_SOURCE
 #include "moves.h"
 
+#include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -360,4 +363,11 @@ void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_off
     for (uint64_t i = 0; i < count; i++) {
         memcpy((void *)(dst_base + dst_offsets[i]), (const void *)(src_base + src_offsets[i]), lengths[i]);
     }
+}
+
+int hurray_map_over(uint64_t from, uint64_t to, uint64_t nbytes)
+{
+    /* An old size of 0 asks for a second mapping of the same shared pages (mremap(2)). */
+    void *mapped = mremap((void *)from, 0, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)to);
+    return mapped == MAP_FAILED ? errno : 0;
 }

@@ -66,4 +66,10 @@ hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_
 void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,
                    const uint64_t *lengths, uint64_t count);
 
+/*
+ * Puts the shared memory at `from` also where other memory is mapped now, at `to`, in one step: whoever reads there
+ * never finds nothing. Returns 0, or errno.
+ */
+int hurray_map_over(uint64_t from, uint64_t to, uint64_t nbytes);
+
 #endif
