@@ -33,6 +33,8 @@ class SessionConfig:
     """Shared secret: sent by the client, compared by the server in constant time; None or "" asks for none."""
     host_id: bytes
     """Same on both sides if they run on the same host."""
+    process_id: bytes = b""
+    """Tells processes of one host apart; opaque, at most 128 bytes."""
     worker_address: bytes
     """UCX worker address."""
     dialects: tuple[str, ...] = ("adr-024", "hurray-0.2")
@@ -88,6 +90,7 @@ class PeerInfo:
 
     engine_name: str
     host_id: bytes
+    process_id: bytes
     worker_address: bytes = field(repr=False)
     dialect: str
     """The dialect both sides agreed on."""

@@ -38,6 +38,7 @@ _MAX_NAME_CHARS = 256
 _MAX_KEY_CHARS = 1024
 _MAX_TOKEN_CHARS = 4096
 _MAX_HOST_ID_NBYTES = 256
+_MAX_PROCESS_ID_NBYTES = 128
 _MAX_ADDRESS_NBYTES = 32 * 1024
 _MAX_RKEY_NBYTES = 64 * 1024
 _MAX_REASON_CHARS = 4096
@@ -80,6 +81,7 @@ class SessionMessage:
     engine_name: str
     token: str = field(default="", repr=False)
     host_id: bytes
+    process_id: bytes = b""
     worker_address: bytes
     """UCX worker address; opaque here."""
     heartbeat_s: float
@@ -88,6 +90,7 @@ class SessionMessage:
         _at_most("engine_name", self.engine_name, _MAX_NAME_CHARS)
         _at_most("token", self.token, _MAX_TOKEN_CHARS)
         _at_most("host_id", self.host_id, _MAX_HOST_ID_NBYTES)
+        _at_most("process_id", self.process_id, _MAX_PROCESS_ID_NBYTES)
         _at_most("worker_address", self.worker_address, _MAX_ADDRESS_NBYTES)
         _seconds("heartbeat_s", self.heartbeat_s)
 

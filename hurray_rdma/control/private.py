@@ -36,6 +36,7 @@ class _Session(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     engine_name: str
     token: str
     host_id: bytes
+    process_id: bytes
     worker_address: bytes
     heartbeat_s: float
 
@@ -115,6 +116,7 @@ def _decode_session(payload: memoryview) -> Message:
         engine_name=raw.engine_name,
         token=raw.token,
         host_id=raw.host_id,
+        process_id=raw.process_id,
         worker_address=raw.worker_address,
         heartbeat_s=raw.heartbeat_s,
     )
@@ -216,8 +218,9 @@ def _le(array: Uint32Array) -> memoryview:
 def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryview]]:
     """Type and payload of a private message; elements in the order of the schemas above."""
     match message:
-        case SessionMessage(engine_name=name, token=token, host_id=host_id, worker_address=worker_address):
-            fields: tuple[object, ...] = (name, token, host_id, worker_address, float(message.heartbeat_s))
+        case SessionMessage() as session:
+            fields: tuple[object, ...] = (session.engine_name, session.token, session.host_id, session.process_id)
+            fields += (session.worker_address, float(session.heartbeat_s))
             return MessageType.SESSION, [_ENCODER.encode(fields)]
         case Pool() as pool:
             fields = (pool.pool_id, pool.generation, pool.removed, pool.num_pages, pool.layers)

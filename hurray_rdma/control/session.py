@@ -28,8 +28,8 @@ from hurray_rdma.errors import (
 __all__ = ["MAX_ERROR_TEXT_CHARS", "PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Session"]
 
 SESSION_STREAM_ID = 1
-PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/1")
-"""Layout entry of a HELLO that says: I speak the private messages."""
+PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/2")
+"""Layout entry of a HELLO that says: I speak the private messages, in the second version of their layout."""
 
 MAX_ERROR_TEXT_CHARS = 1000
 _MAX_UNSENT_REPLIES_NBYTES = 1024 * 1024
@@ -201,6 +201,7 @@ class Session(ABC):
             engine_name=self.config.engine_name,
             token=token,
             host_id=self.config.host_id,
+            process_id=self.config.process_id,
             worker_address=self.config.worker_address,
             heartbeat_s=self.config.heartbeat_s,
         )
@@ -233,6 +234,7 @@ class Session(ABC):
         self.peer = PeerInfo(
             engine_name=session.engine_name,
             host_id=session.host_id,
+            process_id=session.process_id,
             worker_address=session.worker_address,
             dialect=dialect,
             devices=tuple(tag for tag in self.config.devices if tag in hello.devices),

@@ -114,7 +114,9 @@ def test_every_cut_payload_is_malformed(message: Message, stream_id: int, wire: 
 def test_private_messages_survive_the_way(
     make_offer: Callable[..., Offer], make_pool: Callable[..., Pool], grant: Grant
 ) -> None:
-    session = SessionMessage(engine_name="e", token="t", host_id=b"h", worker_address=b"w", heartbeat_s=0.5)
+    session = SessionMessage(
+        engine_name="e", token="t", host_id=b"h", process_id=b"p", worker_address=b"w", heartbeat_s=0.5
+    )
     pool = make_pool()
     gone = Pool(pool_id=1, generation=2, removed=True)
     for message in (session, pool, gone):
@@ -224,11 +226,12 @@ def test_a_page_granted_twice() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (0xF0, ("name", "token", b"host", b"address")),
-        (0xF0, ("name", "token", b"host", b"address", 0.25, "more")),
-        (0xF0, ("name", "token", b"host", b"address", -1.0)),
-        (0xF0, ("name", "token", b"host", b"address", float("inf"))),
-        (0xF0, ("name", 5, b"host", b"address", 0.25)),
+        (0xF0, ("name", "token", b"host", b"pid", b"address")),
+        (0xF0, ("name", "token", b"host", b"pid", b"address", 0.25, "more")),
+        (0xF0, ("name", "token", b"host", b"pid", b"address", -1.0)),
+        (0xF0, ("name", "token", b"host", b"pid", b"address", float("inf"))),
+        (0xF0, ("name", 5, b"host", b"pid", b"address", 0.25)),
+        (0xF0, ("name", "token", b"host", bytes(129), b"address", 0.25)),
         (0xF1, (1, 2, False, 2**64 - 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
         (
             0xF1,

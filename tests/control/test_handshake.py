@@ -28,7 +28,7 @@ from hurray_rdma.errors import (
 from hurray_rdma.testing.pair import ConnectionPair
 
 MakeConfig = Callable[..., SessionConfig]
-HELLO = ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/1")))
+HELLO = ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/2")))
 SESSION = SessionMessage(engine_name="e", token="", host_id=b"", worker_address=b"", heartbeat_s=1)
 
 
@@ -52,12 +52,12 @@ def test_each_message_in_turn(make_config: MakeConfig) -> None:
     assert message == ClientHello(
         max_message_nbytes=64 << 20,
         capabilities=Capability.RDMA_DATA_PLANE,
-        layouts=((0x0B, b""), (0x0A, b""), (0xF0, b"hurray_rdma/1")),
+        layouts=((0x0B, b""), (0x0A, b""), (0xF0, b"hurray_rdma/2")),
     )
     assert server.receive(hello, 0) == []
     answer = server.data_to_send()
     assert list(FrameDecoder(1 << 20).feed(answer)) == [
-        (1, ServerHello(max_message_nbytes=64 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/1")))),
+        (1, ServerHello(max_message_nbytes=64 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/2")))),
     ]
     assert client.receive(answer, 0) == []
     session = client.data_to_send()
@@ -138,7 +138,7 @@ def test_a_token_is_not_needed_where_none_is_asked(make_config: MakeConfig) -> N
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
         bytes(12),
         encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""),)), 1),
-        encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/2"))), 1),
+        encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/1"))), 1),
         encode(ClientHello(max_message_nbytes=1024, layouts=HELLO.layouts), 1),
         encode(ClientHello(protocol_version=2, max_message_nbytes=1 << 20, layouts=HELLO.layouts), 1),
     ],
@@ -163,7 +163,7 @@ def test_before_authentication_no_more_than_64_kib_are_accepted(make_config: Mak
 @pytest.mark.parametrize("tags", [(0x0B, 0x0A), (), (0x55,)])
 def test_a_client_wants_exactly_one_of_its_dialects(tags: tuple[int, ...], make_config: MakeConfig) -> None:
     client = ClientSession(make_config(), now=0)
-    hello = ServerHello(max_message_nbytes=1 << 20, layouts=(*((tag, b"") for tag in tags), (0xF0, b"hurray_rdma/1")))
+    hello = ServerHello(max_message_nbytes=1 << 20, layouts=(*((tag, b"") for tag in tags), (0xF0, b"hurray_rdma/2")))
     error = closing_error(client.receive(encode(hello, 1), 0))
     assert isinstance(error, ProtocolError)
     assert error.code == ErrorCode.LAYOUT_UNAVAILABLE

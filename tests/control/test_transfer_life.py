@@ -21,13 +21,16 @@ from hurray_rdma.testing.pair import ConnectionPair
 
 
 def test_session_opens_and_each_side_knows_the_other(make_config: Callable[..., SessionConfig]) -> None:
-    pair = ConnectionPair(make_config("prefill", token="s"), make_config("decode", token="s", dialects=("hurray-0.2",)))
+    prefill = make_config("prefill", token="s", process_id=b"41@1")
+    decode = make_config("decode", token="s", process_id=b"\x00" * 128, dialects=("hurray-0.2",))
+    pair = ConnectionPair(prefill, decode)
     pair.settle()
     (client_event,), (server_event,) = pair.take("client"), pair.take("server")
     assert isinstance(client_event, SessionOpened)
     assert isinstance(server_event, SessionOpened)
     assert (client_event.peer.engine_name, server_event.peer.engine_name) == ("decode", "prefill")
     assert client_event.peer.worker_address == b"decode" * 3
+    assert (client_event.peer.process_id, server_event.peer.process_id) == (b"\x00" * 128, b"41@1")
     assert client_event.peer.dialect == server_event.peer.dialect == "hurray-0.2"
     assert pair.client.peer == client_event.peer
 
