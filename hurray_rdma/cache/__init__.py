@@ -8,7 +8,7 @@ from hurray_rdma.cache.allocator import Lease, LeaseState, PageAccounts, PageAll
 from hurray_rdma.cache.describe import spec_of
 from hurray_rdma.cache.groups import PoolGroups, SnapshotGroups
 from hurray_rdma.cache.keys import KEY_NBYTES, page_keys, snapshot_keys
-from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
+from hurray_rdma.cache.layout import Part, PoolLayout, Segment, page_nbytes_of, parts_of
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.resident import Resident, ResidentIndex
 from hurray_rdma.cache.snapshot import Snapshot
@@ -32,6 +32,7 @@ __all__ = [
     "Snapshot",
     "SnapshotGroups",
     "page_keys",
+    "page_nbytes_of",
     "parts_of",
     "snapshot_keys",
     "spec_of",

@@ -35,6 +35,22 @@ def parts_of(spec: CacheSpec) -> tuple[Part, ...]:
     return (Part.PAGES, *scales, *((Part.ZERO_POINTS,) if spec.zero_points else ()))
 
 
+def row_nbytes_of(spec: CacheSpec, part: Part) -> int:
+    """Bytes of one token of one head of a part; of one token of a scale or zero point."""
+    match part:
+        case Part.PAGES:
+            return spec.row_nbytes
+        case Part.SCALES:
+            return ElementType.from_name(str(spec.scale_dtype)).nbytes(1)
+        case Part.ZERO_POINTS:
+            return ElementType.INT32.nbytes(1)
+
+
+def page_nbytes_of(spec: CacheSpec, part: Part) -> int:
+    """Bytes of one page of a part of one role of one layer."""
+    return spec.page_size * (spec.num_heads if part is Part.PAGES else 1) * row_nbytes_of(spec, part)
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Where one part of one role of one layer is.
@@ -100,13 +116,7 @@ class PoolLayout:
 
     def row_nbytes(self, part: Part, /) -> int:
         """Bytes of one token of one head of a part; of one token of a scale or zero point."""
-        match part:
-            case Part.PAGES:
-                return self.spec.row_nbytes
-            case Part.SCALES:
-                return ElementType.from_name(str(self.spec.scale_dtype)).nbytes(1)
-            case Part.ZERO_POINTS:
-                return ElementType.INT32.nbytes(1)
+        return row_nbytes_of(self.spec, part)
 
     def check_inside(self, regions_nbytes: Sequence[int], /) -> None:
         """Checks that every slot lies in its region: needed of a layout that a peer has sent.

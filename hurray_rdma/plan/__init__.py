@@ -8,6 +8,7 @@ from hurray_rdma.plan.keys import map_keys
 from hurray_rdma.plan.mapping import map_pages
 from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan, build_plan
+from hurray_rdma.plan.packed import pack, packed_nbytes, unpack
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.tables import dedupe, rewrite, valid_pages
 from hurray_rdma.plan.transfer import Move, Program, TransferPlan, plan_transfer
@@ -24,8 +25,11 @@ __all__ = [
     "dedupe",
     "map_keys",
     "map_pages",
+    "pack",
+    "packed_nbytes",
     "plan_transfer",
     "rewrite",
     "rewrite_in_library",
+    "unpack",
     "valid_pages",
 ]
