@@ -15,6 +15,7 @@ from hurray_rdma.control.events import (
     Granted,
     PoolAnnounced,
     PoolRemoved,
+    PoolsAnnounced,
     Refused,
     TransferFailed,
 )
@@ -23,6 +24,7 @@ from hurray_rdma.control.messages import (
     ClientHello,
     ErrorMessage,
     Message,
+    Ping,
     ServerHello,
     TensorDataEndMessage,
     TensorDataMessage,
@@ -49,6 +51,7 @@ class ClientSession(Session):
         self._session_message = self._own_session_message(config.token or "")
         self._server_hello: ServerHello | None = None
         self._generations: dict[int, int] = {}
+        self._knows_pools = False
         tags = tuple((DIALECT_TAGS[dialect], b"") for dialect in config.dialects)
         hello = ClientHello(
             max_message_nbytes=config.max_message_nbytes,
@@ -182,6 +185,7 @@ class ClientSession(Session):
             self._send(self._session_message, SESSION_STREAM_ID)
         elif self._server_hello is not None and isinstance(message, SessionMessage):
             self._open(self._server_hello, message, self._dialect, now, events)
+            self._send(Ping(), SESSION_STREAM_ID)  # Its PONG comes after the pools that there are: see _hear_pong.
         else:
             raise ProtocolError(f"{type(message).__name__} cannot follow in state {self._state.name} of the handshake")
 
@@ -196,6 +200,12 @@ class ClientSession(Session):
                 code=ErrorCode.LAYOUT_UNAVAILABLE,
             )
         return picked[0]
+
+    def _hear_pong(self, events: list[Event]) -> None:
+        # The server announced its pools as its session opened, before it could hear our first PING.
+        if not self._knows_pools:
+            self._knows_pools = True
+            events.append(PoolsAnnounced())
 
     def _hear_session(self, message: Message, events: list[Event]) -> None:
         if not isinstance(message, Pool):

@@ -23,6 +23,7 @@ __all__ = [
     "Offered",
     "PoolAnnounced",
     "PoolRemoved",
+    "PoolsAnnounced",
     "Quiesced",
     "Refused",
     "SessionClosed",
@@ -58,6 +59,11 @@ class PoolRemoved:
     """Client: the pool takes no more offers."""
 
     pool_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsAnnounced:
+    """Client, once: every pool that the server announced as its session opened has been heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,7 @@ Event: TypeAlias = (
     | SessionClosed
     | PoolAnnounced
     | PoolRemoved
+    | PoolsAnnounced
     | Offered
     | Granted
     | Refused

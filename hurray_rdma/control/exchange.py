@@ -133,6 +133,8 @@ class Pool:
 
     pool_id: int
     generation: int
+    name: str = ""
+    """What the announcing engine calls it, such as a cache group or a tenant's pool."""
     removed: bool = False
     num_pages: int = 0
     layers: tuple[int, ...] = ()
@@ -160,6 +162,7 @@ class Pool:
     def __post_init__(self) -> None:
         _between("pool_id", self.pool_id, 0, _U32_MAX)
         _between("generation", self.generation, 0, _U64_MAX)
+        _at_most("name", self.name, _MAX_NAME_CHARS)
         if self.removed:
             return
         for name in ("num_pages", "num_heads", "head_dim", "page_size", "total_heads"):

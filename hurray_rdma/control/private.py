@@ -44,6 +44,7 @@ class _Session(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
 class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     pool_id: int
     generation: int
+    name: str
     removed: bool
     num_pages: int
     layers: tuple[int, ...]
@@ -127,6 +128,7 @@ def _decode_pool(payload: memoryview) -> Message:
     return Pool(
         pool_id=raw.pool_id,
         generation=raw.generation,
+        name=raw.name,
         removed=raw.removed,
         num_pages=raw.num_pages,
         layers=raw.layers,
@@ -223,8 +225,8 @@ def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryvi
             fields += (session.worker_address, float(session.heartbeat_s))
             return MessageType.SESSION, [_ENCODER.encode(fields)]
         case Pool() as pool:
-            fields = (pool.pool_id, pool.generation, pool.removed, pool.num_pages, pool.layers)
-            fields += (pool.num_heads, pool.head_dim, pool.page_size, pool.dtype, pool.roles, pool.order)
+            fields = (pool.pool_id, pool.generation, pool.name, pool.removed, pool.num_pages)
+            fields += (pool.layers, pool.num_heads, pool.head_dim, pool.page_size, pool.dtype, pool.roles, pool.order)
             fields += (pool.head_offset, pool.total_heads, pool.scale_dtype, pool.zero_points, pool.device)
             fields += (tuple(map(astuple, pool.regions)), tuple(map(astuple, pool.segments)))
             return MessageType.POOL, [_ENCODER.encode(fields)]

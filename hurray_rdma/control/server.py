@@ -170,6 +170,9 @@ class ServerSession(Session):
         )
         self._send(answer, SESSION_STREAM_ID)
 
+    def _hear_pong(self, events: list[Event]) -> None:
+        return  # That something was heard is all it says.
+
     def _hear_session(self, message: Message, events: list[Event]) -> None:
         raise ProtocolError(f"a client does not say {type(message).__name__} on the session stream")
 

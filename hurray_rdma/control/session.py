@@ -148,7 +148,9 @@ class Session(ABC):
                 self._hear_handshake(message, now, events)
             elif isinstance(message, Ping):
                 self._reply(Pong(), SESSION_STREAM_ID)
-            elif not isinstance(message, Pong):
+            elif isinstance(message, Pong):
+                self._hear_pong(events)
+            else:
                 self._hear_session(message, events)
         elif not self.is_open:
             raise ProtocolError(
@@ -175,6 +177,9 @@ class Session(ABC):
 
     @abstractmethod
     def _hear_handshake(self, message: Message, now: float, events: list[Event]) -> None: ...
+
+    @abstractmethod
+    def _hear_pong(self, events: list[Event]) -> None: ...
 
     @abstractmethod
     def _hear_session(self, message: Message, events: list[Event]) -> None: ...

@@ -23,6 +23,7 @@ from hurray_rdma.control import (
     Offered,
     Pool,
     PoolAnnounced,
+    PoolsAnnounced,
     ServerSession,
     SessionClosed,
     SessionConfig,
@@ -85,7 +86,7 @@ class Receivers:
 async def joined(
     server: SessionConfig, client: SessionConfig, host: str = "127.0.0.1", **tls: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[Peer, Peer]]:
-    """An open (client, server) pair over TCP; SessionOpened is taken on both sides."""
+    """An open (client, server) pair over TCP; SessionOpened and PoolsAnnounced are taken."""
     receivers, sender = Receivers(), Peer()
     listener = await serve(host, 0, server, on_session=receivers, ssl_context=tls.get("server_tls"))
     try:
@@ -99,6 +100,7 @@ async def joined(
         )
         receiver = await receivers.next()
         await sender.next(SessionOpened)
+        await sender.next(PoolsAnnounced)
         await receiver.next(SessionOpened)
         yield sender, receiver
         await sender.channel.close()

@@ -117,8 +117,8 @@ def test_private_messages_survive_the_way(
     session = SessionMessage(
         engine_name="e", token="t", host_id=b"h", process_id=b"p", worker_address=b"w", heartbeat_s=0.5
     )
-    pool = make_pool()
-    gone = Pool(pool_id=1, generation=2, removed=True)
+    pool = make_pool(name="sliding")
+    gone = Pool(pool_id=1, generation=2, name="full", removed=True)
     for message in (session, pool, gone):
         assert decode_one(encode(message, 1)) == message
     offer, again = make_offer(), decode_one(encode(make_offer(), 2))
@@ -232,15 +232,16 @@ def test_a_page_granted_twice() -> None:
         (0xF0, ("name", "token", b"host", b"pid", b"address", float("inf"))),
         (0xF0, ("name", 5, b"host", b"pid", b"address", 0.25)),
         (0xF0, ("name", "token", b"host", bytes(129), b"address", 0.25)),
-        (0xF1, (1, 2, False, 2**64 - 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
+        (0xF1, (1, 2, "n", False, 2**64 - 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
         (
             0xF1,
             (
-                *(1, 2, False, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu"),
+                *(1, 2, "n", False, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu"),
                 *(((1, 2**64 - 1, b""),), ((0, 0, 1, 1, 1),)),
             ),
         ),
-        (0xF1, (-1, 2, True, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
+        (0xF1, (-1, 2, "", True, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
+        (0xF1, (1, 2, "n" * 257, True, 0, (), 0, 0, 0, "", (), "NHD", 0, 0, None, False, "cpu", (), ())),
         (0xF2, ("k", 1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
         (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", -1, 1.0)),
         (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"abc", 2, 1.0)),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from hurray_rdma.control import (
     Acknowledged,
@@ -10,14 +11,17 @@ from hurray_rdma.control import (
     DescriptorEnded,
     Grant,
     Granted,
+    Message,
     Offer,
     Offered,
     Pool,
     PoolAnnounced,
+    PoolsAnnounced,
     SessionConfig,
     SessionOpened,
 )
-from hurray_rdma.testing.pair import ConnectionPair
+from hurray_rdma.control.messages import Ping, Pong
+from hurray_rdma.testing.pair import ConnectionPair, Side
 
 
 def test_session_opens_and_each_side_knows_the_other(make_config: Callable[..., SessionConfig]) -> None:
@@ -25,7 +29,8 @@ def test_session_opens_and_each_side_knows_the_other(make_config: Callable[..., 
     decode = make_config("decode", token="s", process_id=b"\x00" * 128, dialects=("hurray-0.2",))
     pair = ConnectionPair(prefill, decode)
     pair.settle()
-    (client_event,), (server_event,) = pair.take("client"), pair.take("server")
+    (client_event, last), (server_event,) = pair.take("client"), pair.take("server")
+    assert last == PoolsAnnounced()
     assert isinstance(client_event, SessionOpened)
     assert isinstance(server_event, SessionOpened)
     assert (client_event.peer.engine_name, server_event.peer.engine_name) == ("decode", "prefill")
@@ -46,6 +51,48 @@ def test_pool_reaches_the_client_whole(
     pair.settle()
     assert pair.take("client") == [PoolAnnounced(pool)]
     assert pair.client.pools == {7: pool}
+
+
+def test_the_client_learns_when_it_has_heard_every_pool(
+    make_config: Callable[..., SessionConfig], make_pool: Callable[..., Pool]
+) -> None:
+    pair = ConnectionPair(make_config(), make_config())
+    while not pair.server.is_open:  # One message at a time, until the server's engine hears of the session.
+        pair.carry("client")
+        if not pair.server.is_open:
+            pair.carry("server")
+    pools = [make_pool(pool_id=pool_id, name=f"group {pool_id}") for pool_id in (9, 4)]
+    for pool in pools:
+        pair.server.announce(pool, now=0)
+    pair.settle()
+    opened, *rest = pair.take("client")
+    assert isinstance(opened, SessionOpened)
+    assert rest == [*map(PoolAnnounced, pools), PoolsAnnounced()]
+    later = make_pool(pool_id=5)
+    pair.server.announce(later, now=0)
+    pair.advance(3)  # More heartbeats, and their answers.
+    assert pair.take("client") == [PoolAnnounced(later)]
+
+
+@pytest.mark.parametrize("lost", [Ping, Pong])
+def test_a_lost_ping_delays_only_the_word_that_every_pool_was_heard(
+    lost: type[Message], make_config: Callable[..., SessionConfig]
+) -> None:
+    pair = ConnectionPair(make_config(heartbeat_s=0.25), make_config(heartbeat_s=60, peer_timeout_s=600))
+    num_lost = 0
+
+    def lose_first(side: Side, messages: list[tuple[int, Message]]) -> list[tuple[int, Message]]:
+        nonlocal num_lost
+        kept = [m for m in messages if num_lost or not isinstance(m[1], lost)]
+        num_lost += len(messages) - len(kept)
+        return kept
+
+    pair.spoil = lose_first
+    pair.settle()
+    assert num_lost == 1
+    assert [type(event) for event in pair.take("client")] == [SessionOpened]
+    pair.advance(0.3)
+    assert pair.take("client") == [PoolsAnnounced()]
 
 
 def test_happy_path(pair: ConnectionPair, make_offer: Callable[..., Offer], grant: Grant) -> None:
