@@ -36,6 +36,8 @@ _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1
 _MAX_NAME_CHARS = 256
 _MAX_KEY_CHARS = 1024
+_MAX_LANE_CHARS = 64
+_PATHS = ("mapped", "put", "frames")
 _MAX_TOKEN_CHARS = 4096
 _MAX_HOST_ID_NBYTES = 256
 _MAX_PROCESS_ID_NBYTES = 128
@@ -231,6 +233,10 @@ class Offer:
     """A key of its content for each table entry, uint8 [seq_ptr[-1], key_nbytes]; key_nbytes 0 is none."""
     deadline_s: float
     """How long the client will wait for an answer, seconds from now on."""
+    lane: str = ""
+    """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
+    path: str = "put"
+    """How the client will write: ``mapped`` (stores into mapped memory), ``put`` (UCX) or ``frames`` (TENSOR_DATA)."""
     num_descriptors: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -241,6 +247,9 @@ class Offer:
         _between("head_offset", self.head_offset, 0, _U32_MAX)
         _between("total_heads", self.total_heads, 0, _U32_MAX)
         _seconds("deadline_s", self.deadline_s)
+        _at_most("lane", self.lane, _MAX_LANE_CHARS)
+        if self.path not in _PATHS:
+            raise ConfigError(f"must be one of {', '.join(_PATHS)}", field="path", value=self.path[:40])
         for name in ("block_table", "seq_ptr", "seq_lens"):
             object.__setattr__(self, name, _uint32(name, getattr(self, name)))
         if len(self.seq_ptr) != len(self.seq_lens) + 1:

@@ -77,6 +77,8 @@ class _Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     page_keys: bytes
     page_key_nbytes: int
     deadline_s: float
+    lane: str
+    path: str
 
 
 class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -163,6 +165,8 @@ def _decode_offer(payload: memoryview) -> Message:
         total_heads=raw.total_heads,
         page_keys=_u8_rows("page_keys", raw.page_keys, raw.page_key_nbytes),
         deadline_s=raw.deadline_s,
+        lane=raw.lane,
+        path=raw.path,
     )
 
 
@@ -234,7 +238,8 @@ def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryvi
             fields = (offer.key, offer.pool_id, offer.generation, offer.descriptors)
             fields += (_le(offer.block_table), _le(offer.seq_ptr), _le(offer.seq_lens))
             fields += (offer.order, offer.head_offset, offer.total_heads)
-            fields += (offer.page_keys.tobytes(), offer.page_keys.shape[1], float(offer.deadline_s))
+            fields += (offer.page_keys.tobytes(), offer.page_keys.shape[1])
+            fields += (float(offer.deadline_s), offer.lane, offer.path)
             return MessageType.OFFER, [_ENCODER.encode(fields)]
         case Grant() as grant:
             resident = grant.resident.astype(np.uint8).tobytes()

@@ -131,10 +131,14 @@ def test_private_messages_survive_the_way(
         assert getattr(again, name) == getattr(offer, name)
     assert again.page_keys.shape == (0, 0)
     keys = np.arange(4 * 32, dtype=np.uint8).reshape(4, 32)
-    keyed = decode_one(encode(make_offer(page_keys=keys, head_offset=2, total_heads=8), 2))
+    keyed = decode_one(
+        encode(make_offer(page_keys=keys, head_offset=2, total_heads=8, lane="x" * 64, path="frames"), 2)
+    )
     assert isinstance(keyed, Offer)
     np.testing.assert_array_equal(keyed.page_keys, keys)
     assert (keyed.head_offset, keyed.total_heads) == (2, 8)
+    assert (keyed.lane, keyed.path) == ("x" * 64, "frames")
+    assert (again.lane, again.path) == ("", "put")
     granted = decode_one(encode(grant, 2))
     assert isinstance(granted, Grant)
     assert granted.page_ids.tolist() == [4, 0, 9]
@@ -174,6 +178,9 @@ def test_empty_batch_can_be_offered_and_granted(make_offer: Callable[..., Offer]
         ({"key": "k" * 1025}, ConfigError, "at most 1024"),
         ({"head_offset": -1}, ConfigError, "head_offset"),
         ({"total_heads": 2**32}, ConfigError, "total_heads"),
+        ({"lane": "x" * 65}, ConfigError, "lane has 65 characters; at most 64"),
+        ({"path": "get"}, ConfigError, "path = 'get': must be one of mapped, put, frames"),
+        ({"path": ""}, ConfigError, "path"),
         ({"page_keys": np.zeros((3, 32), np.uint8)}, GeometryError, "the 4 entries"),
         ({"page_keys": np.zeros((4, 257), np.uint8)}, GeometryError, "at most 256 bytes"),
         ({"page_keys": np.zeros(4, np.uint8)}, GeometryError, "two axes"),
@@ -242,10 +249,13 @@ def test_a_page_granted_twice() -> None:
         ),
         (0xF1, (-1, 2, "", True, 1, (0,), 1, 1, 1, "int8", ("key",), "NHD", 0, 1, None, False, "cpu", (), ())),
         (0xF1, (1, 2, "n" * 257, True, 0, (), 0, 0, 0, "", (), "NHD", 0, 0, None, False, "cpu", (), ())),
-        (0xF2, ("k", 1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
-        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", -1, 1.0)),
-        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"abc", 2, 1.0)),
-        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"abc", 0, 1.0)),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0, "cma", "put")),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", -1, 1.0, "cma", "put")),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"abc", 2, 1.0, "cma", "put")),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"abc", 0, 1.0, "cma", "put")),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0, "cma", "get")),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0, "c" * 65, "put")),
+        (0xF2, ("k", 1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0, "cma")),
         (0xF3, (1, b"\0\0\0", b"", 1.0)),
         (0xF3, (1, b"\0\0\0\0\0\0\0\0", b"", 1.0)),
         (0xF3, (1, b"\0\0\0\0", b"\0\0", 1.0)),
