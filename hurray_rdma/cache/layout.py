@@ -6,7 +6,7 @@ Knows offsets and strides within numbered regions; knows no memory. Values only,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hurray_rdma.cache.spec import CacheSpec
@@ -69,6 +69,11 @@ class Segment:
     head_stride_nbytes: int
     """0 in scales and zero points: a slot has one, whatever its heads."""
 
+    @property
+    def strides_nbytes(self) -> tuple[int, int, int]:
+        """Of pages, tokens and heads."""
+        return self.page_stride_nbytes, self.token_stride_nbytes, self.head_stride_nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLayout:
@@ -83,6 +88,8 @@ class PoolLayout:
     """Pages of each role of each layer."""
     segments: tuple[Segment, ...]
     """In the order of ``spec.tensors``, for each of them the `parts_of` the spec."""
+    alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """For each segment the index of the first one of the same part with the same strides."""
 
     def __post_init__(self) -> None:
         expected = len(self.spec.tensors) * len(parts_of(self.spec))
@@ -102,6 +109,12 @@ class PoolLayout:
                         field=f"segments[{index}].{name}",
                         value=getattr(segment, name),
                     )
+        first: dict[tuple[int, ...], int] = {}
+        alike = (
+            first.setdefault((index % len(parts_of(self.spec)), *segment.strides_nbytes), index)
+            for index, segment in enumerate(self.segments)
+        )
+        object.__setattr__(self, "alike", tuple(alike))
 
     def segment(self, role: str, layer: int, *, part: Part = Part.PAGES) -> Segment:
         """Where one part of one role of one layer is.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hurray_rdma.cache import Part, PoolLayout, parts_of
+from hurray_rdma.cache import CacheSpec, Part, PoolLayout, Segment, parts_of
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan
@@ -25,9 +25,7 @@ __all__ = ["Move", "Program", "TransferPlan", "plan_transfer"]
 
 Uint32 = NDArray[np.uint32]
 Offsets = NDArray[np.uint64]
-
-_STRIDES = attrgetter("page_stride_nbytes", "token_stride_nbytes", "head_stride_nbytes")
-"""Of a `Segment`, in the order of `Strides`."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,24 +87,32 @@ class TransferPlan:
     """The model's heads that are written: first, and the one after the last."""
     covers_dest: bool
     """Whether those are all heads of the destination; if not, other senders have the rest."""
-    _moves: dict[tuple[str, int], tuple[Move, ...]]
+    _spec: CacheSpec
+    """Of the source; the following are in the order of its segments."""
+    _programs: tuple[Program, ...]
+    _src_segments: tuple[Segment, ...]
+    _dst_segments: tuple[Segment, ...]
 
     def moves(self, role: str, layer: int) -> tuple[Move, ...]:
         """What to write for one role of one layer: pages first, then scales and zero points.
 
         Raises:
-            KeyError: there is no such role or layer.
+            GeometryError: there is no such role or layer.
         """
-        return self._moves[role, layer]
+        parts = parts_of(self._spec)
+        first = self._spec.index(role, layer) * len(parts)
+        return tuple(self._move(part, first + number) for number, part in enumerate(parts))
+
+    def _move(self, part: Part, index: int) -> Move:
+        src, dst = self._src_segments[index], self._dst_segments[index]
+        return Move(
+            part, src.region_index, src.offset_nbytes, dst.region_index, dst.offset_nbytes, self._programs[index]
+        )
 
     @property
     def max_operations(self) -> int:
         """Operations of all moves, zeros included; an upper bound as of `Program.max_operations`."""
-        return sum(
-            move.program.max_operations + (move.program.zeros.num_operations if move.program.zeros else 0)
-            for moves in self._moves.values()
-            for move in moves
-        )
+        return sum(each.max_operations + (each.zeros.num_operations if each.zeros else 0) for each in self._programs)
 
 
 def plan_transfer(
@@ -148,18 +154,24 @@ def plan_transfer(
             f"must be the {page_map.num_pages} pages of the offer", field="len(resident)", value=written.size
         )
     planner = _Planner(source, dest, page_map, page_ids, written, zero_tails=zero_tails)
-    moves = planner.moves()
-    num_written = int(written.sum())
+    programs = planner.programs()
     return TransferPlan(
         page_map=page_map,
-        num_pages=num_written,
-        num_resident=page_map.num_pages - num_written,
-        nbytes=sum(move.program.nbytes for each in moves.values() for move in each),
-        zeros_nbytes=planner.zeros_nbytes(),
+        num_pages=planner.num_pages,
+        num_resident=page_map.num_pages - planner.num_pages,
+        nbytes=sum(program.nbytes for program in programs),
+        zeros_nbytes=max(map(_longest_zeros, set(programs))),
         heads=planner.heads,
         covers_dest=planner.heads == dest.spec.heads,
-        _moves=moves,
+        _spec=source.spec,
+        _programs=programs,
+        _src_segments=source.segments,
+        _dst_segments=planner.in_order_of_source(dest.segments),
     )
+
+
+def _longest_zeros(program: Program) -> int:
+    return int(program.zeros.lengths.max()) if program.zeros is not None else 0
 
 
 class _Planner:
@@ -184,46 +196,32 @@ class _Planner:
         self._zero_tails = zero_tails
         everything = bool(written.all())
         units = slice(None) if everything else np.flatnonzero(written[page_map.unit_pages])
-        self._num_pages = int(written.sum())
+        self.num_pages = int(written.sum())
         self._src_pages = page_map.unit_src_pages[units]
         self._src_slots = page_map.unit_src_slots[units]
         self._pages = page_map.unit_pages[units]
         self._dst_slots = page_map.unit_dst_slots[units]
-        self.programs: dict[tuple[object, ...], Program] = {}
 
-    def moves(self) -> dict[tuple[str, int], tuple[Move, ...]]:
-        """Every role of every layer of the source, in its order."""
+    def programs(self) -> tuple[Program, ...]:
+        """One for each segment of the source; the same object where part and strides are the same on both sides."""
+        pairs = tuple(zip(self._source.alike, self.in_order_of_source(self._dest.alike), strict=True))
+        found = {pair: self._program(*pair) for pair in set(pairs)}
+        return tuple(found[pair] for pair in pairs)
+
+    def in_order_of_source(self, values: tuple[_T, ...]) -> tuple[_T, ...]:
+        """What is one for each segment of the destination, in the order of the source's segments."""
+        if self._source.spec.roles == self._dest.spec.roles:
+            return values
+        count = len(parts_of(self._source.spec))
+        places = (self._dest.spec.index(role, layer) * count for role, layer in self._source.spec.tensors)
+        return tuple(value for place in places for value in values[place : place + count])
+
+    def _program(self, src_index: int, dst_index: int) -> Program:
+        """For the segments of those indices, on their own sides."""
         parts = parts_of(self._source.spec)
-        count = len(parts)
-        places = {tensor: count * place for place, tensor in enumerate(self._dest.spec.tensors)}
-        src_segments, dst_segments = self._source.segments, self._dest.segments
-        src_strides, dst_strides = (tuple(map(_STRIDES, each)) for each in (src_segments, dst_segments))
-        found: dict[tuple[str, int], tuple[Move, ...]] = {}
-        for index, tensor in enumerate(self._source.spec.tensors):
-            moves = []
-            for number, part in enumerate(parts):
-                at, to = index * count + number, places[tensor] + number
-                program = self._program(part, src_strides[at], dst_strides[to])
-                src, dst = src_segments[at], dst_segments[to]
-                moves.append(
-                    Move(part, src.region_index, src.offset_nbytes, dst.region_index, dst.offset_nbytes, program)
-                )
-            found[tensor] = tuple(moves)
-        return found
-
-    def zeros_nbytes(self) -> int:
-        """The longest piece of zeros of any program."""
-        zeros = (program.zeros for program in self.programs.values())
-        return max((int(plan.lengths.max()) for plan in zeros if plan is not None), default=0)
-
-    def _program(self, part: Part, src_strides: tuple[int, ...], dst_strides: tuple[int, ...]) -> Program:
-        key = part, src_strides, dst_strides
-        program = self.programs.get(key)
-        if program is None:
-            program = self.programs[key] = self._new_program(part, Strides(*src_strides), Strides(*dst_strides))
-        return program
-
-    def _new_program(self, part: Part, src: Strides, dst: Strides) -> Program:
+        part = parts[src_index % len(parts)]
+        src = Strides(*self._source.segments[src_index].strides_nbytes)
+        dst = Strides(*self._dest.segments[dst_index].strides_nbytes)
         has_heads = part is Part.PAGES
         row_nbytes = self._source.row_nbytes(part)
         first, last = self.heads if has_heads else (0, 1)
@@ -246,11 +244,11 @@ class _Planner:
         single = all(len(tile.src_pieces) == 1 for tile in tiles)
         small = sum(tile.num_operations for tile in tiles) <= MAX_OPERATIONS
         return Program(
-            num_pages=self._num_pages,
+            num_pages=self.num_pages,
             nbytes=sum(tile.nbytes for tile in tiles),
             zeros=self._zeros(last - first, row_nbytes, dst, dst_head) if self._zero_tails else None,
             _tiles=() if single or small else tiles,
-            _plan=tuple(plans_of(tiles, num_pages=self._num_pages)) if single or small else None,
+            _plan=tuple(plans_of(tiles, num_pages=self.num_pages)) if single or small else None,
         )
 
     def _by_tokens(self) -> Iterator[tuple[int, slice | NDArray[np.int64]]]:
