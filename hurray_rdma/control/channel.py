@@ -300,7 +300,8 @@ async def open_channel(
             opened.set_exception(_not_opened(event.error, address, tls=ssl_context is not None))
 
     left_s = max(0.001, deadline - loop.time())
-    session = ClientSession(replace(config, hello_timeout_s=min(config.hello_timeout_s, left_s)), now=loop.time())
+    own = replace(config, hello_timeout_s=min(config.hello_timeout_s, left_s), tenants={})  # Tenants are a server's.
+    session = ClientSession(own, now=loop.time())
     channel = Channel(session, reader, writer, hear)
     channel.start()
     try:

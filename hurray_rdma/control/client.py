@@ -184,7 +184,7 @@ class ClientSession(Session):
             self._state = SessionState.SESSION
             self._send(self._session_message, SESSION_STREAM_ID)
         elif self._server_hello is not None and isinstance(message, SessionMessage):
-            self._open(self._server_hello, message, self._dialect, now, events)
+            self._open(self._server_hello, message, now, events)
             self._send(Ping(), SESSION_STREAM_ID)  # Its PONG comes after the pools that there are: see _hear_pong.
         else:
             raise ProtocolError(f"{type(message).__name__} cannot follow in state {self._state.name} of the handshake")

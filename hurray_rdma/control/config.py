@@ -6,6 +6,7 @@ This module knows which settings a session has and their ranges. It knows no byt
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hurray_rdma.control.codes import Capability
@@ -20,6 +21,9 @@ MIN_MESSAGE_NBYTES = 64 * 1024
 """Smallest maximum a side may ask for, and the largest payload accepted before a peer is authenticated."""
 
 
+_MAX_TENANT_CHARS = 256
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionConfig:
     """Settings of one side of a session.
@@ -31,6 +35,8 @@ class SessionConfig:
     engine_name: str
     token: str | None = field(default=None, repr=False)
     """Shared secret: sent by the client, compared by the server in constant time; None or "" asks for none."""
+    tenants: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+    """Server: further secrets by the name of the tenant whose peers send them. A live view: read at each handshake."""
     host_id: bytes
     """Same on both sides if they run on the same host."""
     process_id: bytes = b""
@@ -71,6 +77,7 @@ class SessionConfig:
                 field="max_message_nbytes",
                 value=self.max_message_nbytes,
             )
+        self._check_tenants()
         unknown = [dialect for dialect in self.dialects if dialect not in DIALECT_TAGS]
         if unknown or not self.dialects or len(set(self.dialects)) != len(self.dialects):
             raise ConfigError(
@@ -83,6 +90,18 @@ class SessionConfig:
         if not 1 <= self.max_open_transfers <= 2**20:
             raise ConfigError("must be 1 to 1048576", field="max_open_transfers", value=self.max_open_transfers)
 
+    def _check_tenants(self) -> None:
+        owners = {self.token: "the engine"} if self.token else {}
+        for name, token in list(self.tenants.items()):
+            if not 1 <= len(name) <= _MAX_TENANT_CHARS:
+                rule = f"the name of a tenant must have 1 to {_MAX_TENANT_CHARS} characters"
+                raise ConfigError(rule, field="tenants", value=name[:40])
+            if not token:
+                raise ConfigError(f"tenant {name!r} needs a token")
+            if token in owners:
+                raise ConfigError(f"tenant {name!r} has the token of {owners[token]}: nobody could tell them apart")
+            owners[token] = f"tenant {name!r}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
@@ -92,6 +111,8 @@ class PeerInfo:
     host_id: bytes
     process_id: bytes
     worker_address: bytes = field(repr=False)
+    tenant: str = ""
+    """Server: whose token the peer sent; "" is the engine's own, or none where none is asked for."""
     dialect: str
     """The dialect both sides agreed on."""
     devices: tuple[int, ...]

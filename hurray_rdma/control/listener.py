@@ -151,7 +151,8 @@ async def serve(
         on_session: called with each channel when its session opens, never before the peer is authenticated; returns
             the handler of its events, of which SessionOpened is the first.
         ssl_context: server-side TLS context; None for plain TCP.
-        allow_unauthenticated: listen beyond this host although neither a token nor client certificates are asked for.
+        allow_unauthenticated: listen beyond this host although neither a token nor client certificates are asked for
+            (tokens of tenants do not count, since a peer without a token is let in beside them).
         max_unauthenticated: connections that may be in their handshake; the oldest is cut for a new one.
 
     Raises:
@@ -160,6 +161,7 @@ async def serve(
     address = Address(host, port)
     hosts = await _resolve(address)
     asks_certificate = ssl_context is not None and ssl_context.verify_mode is ssl.CERT_REQUIRED
+    # Tenants' tokens alone keep nobody out: without one of the engine's own, who sends none is let in.
     is_open = not (config.token or asks_certificate or allow_unauthenticated)
     if is_open and not all(ip_address(h).is_loopback for h in hosts):
         raise ConfigError(

@@ -132,15 +132,30 @@ class ServerSession(Session):
             self._client_hello = message
             self._state = SessionState.SESSION
         elif self._client_hello is not None and isinstance(message, SessionMessage):
-            expected = (self.config.token or "").encode()
-            if expected and not hmac.compare_digest(message.token.encode(), expected):
-                raise AuthenticationError(
-                    "the token is not the one this engine expects", fix="Set the same token on both"
-                )
+            tenant = self._tenant_of(message.token)
             self._send(self._session_message, SESSION_STREAM_ID)
-            self._open(self._client_hello, message, self._dialect, now, events)
+            self._open(self._client_hello, message, now, events, tenant=tenant)
         else:
             raise ProtocolError(f"{type(message).__name__} cannot follow in state {self._state.name} of the handshake")
+
+    def _tenant_of(self, token: str) -> str:
+        """Whose token this is: a tenant's name, or "" for the engine's own.
+
+        Without a token of its own the engine lets in who sends none, as "" (``serve`` sees to it that only this host
+        can, or that it was asked for); a token that is nobody's is refused as soon as there is any.
+        """
+        candidates = [(name, secret) for name, secret in list(self.config.tenants.items()) if name and secret]
+        if self.config.token:
+            candidates.append(("", self.config.token))
+        if not candidates or not (token or self.config.token):
+            return ""
+        given = token.encode()
+        # Each is compared, and to its end: how long it takes tells neither which one nor how much of it was right.
+        owners = [name for name, secret in candidates if hmac.compare_digest(secret.encode(), given)]
+        if len(owners) == 1:
+            return owners[0]
+        rule = "several tenants have this token" if owners else "the token is not one that this engine expects"
+        raise AuthenticationError(rule, fix="Set the same token on both sides, and another one for each tenant")
 
     def _answer_hello(self, hello: ClientHello) -> None:
         names = {tag: dialect for dialect, tag in DIALECT_TAGS.items() if dialect in self.config.dialects}

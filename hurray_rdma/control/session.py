@@ -232,7 +232,15 @@ class Session(ABC):
             )
         self._peer_max_nbytes = hello.max_message_nbytes
 
-    def _open(self, hello: Hello, session: SessionMessage, dialect: str, now: float, events: list[Event]) -> None:
+    def _open(
+        self,
+        hello: Hello,
+        session: SessionMessage,
+        now: float,
+        events: list[Event],
+        *,
+        tenant: str = "",
+    ) -> None:
         self._state = SessionState.OPEN
         self._decoder.max_message_nbytes = self.config.max_message_nbytes
         self._last_ping = now
@@ -241,7 +249,8 @@ class Session(ABC):
             host_id=session.host_id,
             process_id=session.process_id,
             worker_address=session.worker_address,
-            dialect=dialect,
+            tenant=tenant,
+            dialect=self._dialect,
             devices=tuple(tag for tag in self.config.devices if tag in hello.devices),
             capabilities=self.config.capabilities & hello.capabilities,
             max_message_nbytes=hello.max_message_nbytes,

@@ -362,6 +362,8 @@ def test_open_to_everyone_only_by_name(make_config: MakeConfig) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="token"):
             await serve("0.0.0.0", 0, make_config(), on_session=Receivers())
+        with pytest.raises(ConfigError, match="token"):  # Who sends no token would come in beside the tenants.
+            await serve("0.0.0.0", 0, make_config(tenants={"blue": "b"}), on_session=Receivers())
         for settings in ({"allow_unauthenticated": True}, {"ssl_context": _server_tls(ask_client=True)}):
             await (await serve("0.0.0.0", 0, make_config(), on_session=Receivers(), **settings)).close()  # type: ignore[arg-type]
         await (await serve("0.0.0.0", 0, make_config(token="s"), on_session=Receivers())).close()

@@ -1,5 +1,6 @@
 """The first messages of a session: what opens it, what ends it, and that nothing is said too early."""
 
+import hmac
 from collections.abc import Callable
 
 import pytest
@@ -123,6 +124,110 @@ def test_a_token_is_not_needed_where_none_is_asked(make_config: MakeConfig) -> N
     pair = ConnectionPair(make_config(token="any"), make_config())
     pair.settle()
     assert pair.server.is_open
+
+
+TENANTS = {"blue": "b-token", "green": "g-token", "grün": "schlüssel"}
+
+
+@pytest.mark.parametrize(
+    ("own", "sent", "tenant"),
+    [
+        ("own", "own", ""),
+        ("own", "b-token", "blue"),
+        ("own", "g-token", "green"),
+        ("own", "schlüssel", "grün"),
+        (None, "b-token", "blue"),
+        (None, None, ""),
+        ("", "", ""),
+        ("own", None, None),
+        ("own", "", None),
+        ("own", "b-toke", None),
+        ("own", "b-token ", None),
+        ("own", "blue", None),
+        (None, "other", None),
+        ("", "b", None),
+    ],
+)
+def test_a_token_says_whose_peer_it_is(
+    own: str | None, sent: str | None, tenant: str | None, make_config: MakeConfig
+) -> None:
+    pair = ConnectionPair(make_config(token=sent), make_config("decode", token=own, tenants=TENANTS))
+    pair.settle()
+    if tenant is None:
+        assert isinstance(closing_error(pair.take("server")), AuthenticationError)
+        error = closing_error(pair.take("client"))
+        assert isinstance(error, AuthenticationError)
+        assert not any(secret in str(error) for secret in (*TENANTS, *TENANTS.values()))
+    else:
+        assert pair.server.peer is not None
+        assert pair.server.peer.tenant == tenant
+        assert pair.client.peer is not None
+        assert pair.client.peer.tenant == ""
+
+
+def test_tenants_come_and_go_between_handshakes(make_config: MakeConfig) -> None:
+    tenants: dict[str, str] = {}
+    config = make_config("decode", token="own", tenants=tenants)
+
+    def tenant_of(token: str) -> str | None:
+        pair = ConnectionPair(make_config(token=token), config)
+        pair.settle()
+        return pair.server.peer.tenant if pair.server.peer is not None else None
+
+    assert tenant_of("b") is None
+    tenants["blue"] = "b"
+    assert tenant_of("b") == "blue"
+    tenants["empty"] = ""
+    assert tenant_of("") is None
+    tenants["green"] = "b"  # A mistake that cannot be refused any more when it is made.
+    assert tenant_of("b") is None
+    tenants["green"] = "own"
+    assert tenant_of("own") is None
+    tenants.clear()
+    assert tenant_of("b") is None
+    assert tenant_of("own") == ""
+
+
+def test_every_candidate_is_compared_whatever_matches(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def count(secret: bytes, given: bytes) -> bool:
+        compared.append((secret, given))
+        return compare(secret, given)
+
+    monkeypatch.setattr(hmac, "compare_digest", count)
+    for sent in ("b-token", "own", "nobody's"):
+        ConnectionPair(make_config(token=sent), make_config(token="own", tenants=TENANTS)).settle()
+        secrets = sorted(secret.encode() for secret in (*TENANTS.values(), "own"))
+        assert sorted(secret for secret, _ in compared) == secrets
+        assert {given for _, given in compared} == {sent.encode()}
+        compared.clear()
+
+
+@pytest.mark.parametrize(
+    ("token", "tenants", "text"),
+    [
+        (None, {"": "t"}, "1 to 256 characters"),
+        (None, {"n" * 257: "t"}, "1 to 256 characters"),
+        (None, {"blue": ""}, "tenant 'blue' needs a token"),
+        ("same", {"blue": "same"}, "tenant 'blue' has the token of the engine"),
+        (None, {"blue": "same", "green": "same"}, "tenant 'green' has the token of tenant 'blue'"),
+    ],
+)
+def test_tenants_that_cannot_be_told_apart_are_refused(
+    token: str | None, tenants: dict[str, str], text: str, make_config: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        make_config(token=token, tenants=tenants)
+    assert "same" not in str(caught.value)
+
+
+def test_settings_show_no_secret(make_config: MakeConfig) -> None:
+    config = make_config(token="hunter2", tenants={"blue": "swordfish"})
+    assert "hunter2" not in repr(config)
+    assert "swordfish" not in repr(config)
+    assert isinstance(hash(config), int)
 
 
 @pytest.mark.parametrize(
