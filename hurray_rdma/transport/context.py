@@ -10,8 +10,11 @@ environment.
 from __future__ import annotations
 
 import os
+import re
 import threading
+import uuid
 from collections.abc import Mapping
+from pathlib import Path
 
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.transport.binding import BoundContext, native
@@ -26,6 +29,7 @@ _DEFAULT_OPTIONS = {
     "CMA_MEMORY_INVALIDATE": "y",
     "POSIX_ERROR_HANDLING": "y",
 }
+_SHARED_MEMORY = re.compile(r"\b(posix|sysv|cma|xpmem|knem)/")
 
 
 class Context:
@@ -43,6 +47,8 @@ class Context:
         defaults = {name: value for name, value in _DEFAULT_OPTIONS.items() if f"UCX_{name}" not in os.environ}
         self._bound = BoundContext(defaults | self.options)
         self._pid = os.getpid()
+        self.memory_domain = _memory_domain(self._bound.handle)
+        """The same for two processes that UCX lets move bytes through the memory of this host, else different."""
 
     def allocate(self, nbytes: int, *, device: str = "cpu") -> Region:
         """Memory of UCX's choice, zero-filled on the host; a peer on this host can map it and write with plain stores.
@@ -154,6 +160,14 @@ class Context:
                 f"the UCX context was made in process {self._pid} and cannot be used in its forked child {os.getpid()}",
                 fix="Start processes with multiprocessing's 'spawn' method, or make the engine after the fork",
             )
+
+
+def _memory_domain(handle: int) -> bytes:
+    if _SHARED_MEMORY.search(native.context_info(handle)) is None:
+        return uuid.uuid4().bytes
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("ipc", "pid"))
+    return ":".join((boot_id, *map(str, namespaces))).encode()
 
 
 def _memory_type(device: str) -> int:

@@ -44,6 +44,10 @@ class Worker:
         """``ucp_worker_h``."""
         return self._bound.handle
 
+    def drain(self) -> None:
+        """Puts what has reached this process, as messages of an emulated lane, where it belongs."""
+        native.drain(self.handle)
+
     def connect(self, address: bytes, *, timeout_s: float, stop: StopFlag | None = None) -> Endpoint:
         """Connects to a peer's worker and picks the fastest lane that survives the peer's death.
 

@@ -278,6 +278,31 @@ cdef class Endpoint:
             free(text)
 
 
+def context_info(uintptr_t context):
+    """What ``ucp_context_print_info`` prints: memory domains and transports, one a line."""
+    cdef char *text = NULL
+    cdef size_t size = 0
+    cdef FILE *stream = open_memstream(&text, &size)
+    if stream == NULL:
+        raise MemoryError("open_memstream")
+    try:
+        ucp_context_print_info(<ucp_context_h>context, stream)
+        fclose(stream)
+        return text[:size].decode(errors="replace")
+    finally:
+        free(text)
+
+
+def drain(uintptr_t worker):
+    """``ucp_worker_progress`` until nothing is left to do, or for as often as empties any queue of one peer: what had
+    reached this process before is where it belongs then."""
+    cdef int rounds
+    with nogil:
+        for rounds in range(100000):
+            if ucp_worker_progress(<ucp_worker_h>worker) == 0:
+                break
+
+
 @cython.no_gc_clear
 cdef class RemoteKey:
     """One ``ucp_rkey_h``, unpacked for one endpoint; destroy it (`close`) when no operation with it is in flight."""

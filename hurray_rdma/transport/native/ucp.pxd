@@ -84,3 +84,5 @@ cdef extern from "ucp/api/ucp.h" nogil:
     void ucp_rkey_destroy(ucp_rkey_h rkey)
 
     void ucp_ep_print_info(ucp_ep_h ep, FILE *stream)
+    void ucp_context_print_info(ucp_context_h context, FILE *stream)
+    unsigned ucp_worker_progress(ucp_worker_h worker)
