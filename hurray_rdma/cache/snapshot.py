@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hurray_rdma.cache.indices import check_indices
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
@@ -45,7 +46,7 @@ class Snapshot:
         """uint32 ``[num_seqs + 1]``, in pages."""
         self.seq_lens = _uint32("seq_lens", seq_lens)
         """uint32 ``[num_seqs]``, in tokens."""
-        _check_indices(
+        check_indices(
             self.block_table,
             self.seq_ptr,
             self.seq_lens,
@@ -178,46 +179,3 @@ def _uint32(name: str, values: ArrayLike) -> NDArray[np.uint32]:
     result = array.astype(np.uint32)
     result.setflags(write=False)
     return result
-
-
-def _check_indices(
-    block_table: NDArray[np.uint32],
-    seq_ptr: NDArray[np.uint32],
-    seq_lens: NDArray[np.uint32],
-    *,
-    num_pages: int,
-    page_size: int,
-) -> None:
-    if len(seq_ptr) != len(seq_lens) + 1:
-        raise GeometryError(
-            f"must be one more than the {len(seq_lens)} entries of seq_lens", field="len(seq_ptr)", value=len(seq_ptr)
-        )
-    if seq_ptr[0] != 0:
-        raise GeometryError("must be 0", field="seq_ptr[0]", value=int(seq_ptr[0]))
-    falls = seq_ptr[1:] < seq_ptr[:-1]
-    if falls.any():
-        at = int(falls.argmax()) + 1
-        raise GeometryError(
-            f"is below seq_ptr[{at - 1}] = {seq_ptr[at - 1]}", field=f"seq_ptr[{at}]", value=int(seq_ptr[at])
-        )
-    if seq_ptr[-1] != len(block_table):
-        raise GeometryError(
-            f"must be the {len(block_table)} entries of block_table",
-            field=f"seq_ptr[{len(seq_ptr) - 1}]",
-            value=int(seq_ptr[-1]),
-        )
-    if len(block_table) and int(block_table.max()) >= num_pages:
-        at = int((block_table >= num_pages).argmax())
-        raise GeometryError(
-            f"is not below num_pages {num_pages}", field=f"block_table[{at}]", value=int(block_table[at])
-        )
-    room = np.diff(seq_ptr.astype(np.int64)) * page_size
-    too_long = seq_lens > room
-    if too_long.any():
-        at = int(too_long.argmax())
-        raise GeometryError(
-            f"is above the {room[at]} tokens of its {room[at] // page_size} pages of {page_size}",
-            field=f"seq_lens[{at}]",
-            value=int(seq_lens[at]),
-            fix="Give the sequence more pages in the block table",
-        )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.pagemap import PageMap
-from hurray_rdma.plan.tables import dedupe, valid_pages
+from hurray_rdma.plan.tables import dedupe, starts_of, valid_pages
 
 __all__ = ["map_pages"]
 
@@ -53,8 +53,9 @@ def map_pages(
         )
     table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, src_page_size)
     page_ids, places = dedupe(table, num_pages=num_pages)
-    dst_ptr = _starts(seq_lens, dst_page_size)
-    if src_page_size == dst_page_size:
+    same_size = src_page_size == dst_page_size
+    dst_ptr = trimmed_ptr.astype(np.int64) if same_size else starts_of(seq_lens, dst_page_size)
+    if same_size:
         mapped = _same(page_ids, places)
     elif src_page_size > dst_page_size:
         entry, ordinal = _source_entries(trimmed_ptr, dst_ptr, src_page_size // dst_page_size)
@@ -165,15 +166,9 @@ def _valid_tokens(entries: Uint32, dst_ptr: Int64, seq_lens: Uint32, num_pages: 
     return valid
 
 
-def _starts(seq_lens: Uint32, page_size: int) -> Int64:
-    starts = np.zeros(len(seq_lens) + 1, np.int64)
-    np.cumsum(-(-seq_lens.astype(np.int64) // page_size), out=starts[1:])
-    return starts
-
-
 def _counts(starts: Int64) -> Int64:
     return starts[1:] - starts[:-1]
 
 
 def _zeros(count: int) -> Uint32:
-    return np.broadcast_to(np.uint32(0), (count,))
+    return np.zeros(count, np.uint32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hurray_rdma.cache.indices import check_page_ids, check_seq_lens
 from hurray_rdma.errors import GeometryError
 
 __all__ = ["dedupe", "rewrite", "valid_pages"]
@@ -36,22 +37,20 @@ def valid_pages(
     Raises:
         GeometryError: a sequence has more tokens than its pages hold.
     """
-    starts = seq_ptr[:-1].astype(np.int64)
-    have = np.diff(seq_ptr.astype(np.int64))
-    need = -(-seq_lens.astype(np.int64) // page_size)
-    if (need > have).any():
-        at = int((need > have).argmax())
-        raise GeometryError(
-            f"is above the {have[at] * page_size} tokens of its {have[at]} pages of {page_size}",
-            field=f"seq_lens[{at}]",
-            value=int(seq_lens[at]),
-        )
-    if (need == have).all():
+    check_seq_lens(seq_lens, seq_ptr, page_size=page_size)
+    trimmed_ptr = starts_of(seq_lens, page_size)
+    if (trimmed_ptr == seq_ptr).all():
         return block_table, seq_ptr
-    trimmed_ptr = np.zeros(len(seq_ptr), np.int64)
-    np.cumsum(need, out=trimmed_ptr[1:])
-    entries = np.arange(trimmed_ptr[-1]) + np.repeat(starts - trimmed_ptr[:-1], need)
+    shift = seq_ptr[:-1] - trimmed_ptr[:-1]
+    entries = np.arange(trimmed_ptr[-1]) + np.repeat(shift, trimmed_ptr[1:] - trimmed_ptr[:-1])
     return block_table[entries], trimmed_ptr.astype(np.uint32)
+
+
+def starts_of(seq_lens: NDArray[np.uint32], page_size: int) -> NDArray[np.int64]:
+    """Where each sequence starts in a block table without pages allocated ahead, int64 ``[num_seqs + 1]``."""
+    starts = np.zeros(len(seq_lens) + 1, np.int64)
+    np.cumsum((seq_lens.astype(np.int64) + (page_size - 1)) // page_size, out=starts[1:])
+    return starts
 
 
 def dedupe(block_table: NDArray[np.uint32], *, num_pages: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
@@ -130,13 +129,6 @@ def check_paired(src_page_ids: NDArray[np.uint32], dst_page_ids: NDArray[np.uint
             field="len(dst_page_ids)",
             value=len(dst_page_ids),
         )
-
-
-def check_page_ids(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None:
-    """Raises GeometryError unless every page ID is below ``num_pages``."""
-    if len(page_ids) and int(page_ids.max()) >= num_pages:
-        at = int((page_ids >= num_pages).argmax())
-        raise GeometryError(f"is not below num_pages {num_pages}", field=f"{field}[{at}]", value=int(page_ids[at]))
 
 
 def check_distinct(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None:
