@@ -1,10 +1,23 @@
-"""What one transfer did, as a value."""
+"""What one transfer did, and what an engine has done, as values.
+
+Plain numbers, strings, tuples and dicts: ``json.dumps(dataclasses.asdict(stats))`` works. Knows nothing of who counts
+(`hurray_rdma.engine.tally`) nor of who exports (`hurray_rdma.engine.metrics`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["TransferStats"]
+from hurray_rdma.cache import PageAccounts
+
+__all__ = ["DIRECTIONS", "Direction", "DirectionStats", "EngineStats", "Histogram", "LaneStats", "TransferStats"]
+
+Direction = Literal["send", "receive", "fetch", "serve"]
+"""``send`` and ``receive`` are the two sides of a push, ``serve`` and ``fetch`` those of a pull."""
+
+DIRECTIONS: tuple[Direction, ...] = ("send", "receive", "fetch", "serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +53,104 @@ class TransferStats:
     def gib_per_s(self) -> float:
         """Page bytes moved per second of the whole transfer, GiB/s."""
         return self.sent_nbytes / self.seconds / 2**30 if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStats:
+    """What one way of moving pages has carried."""
+
+    lane: str
+    """UCX transport, as in `TransferStats.lane`; empty where this side cannot know it: ``serve``."""
+    path: str
+    """As in `TransferStats.path`; empty where ``lane`` is."""
+    nbytes: int
+    """Page bytes moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How long things took, in buckets of fixed bounds."""
+
+    bounds_s: tuple[float, ...]
+    """Upper bounds of the buckets, inclusive, rising, seconds."""
+    counts: tuple[int, ...]
+    """Observations of each bucket alone, not cumulated; one more than bounds: the last is above all of them."""
+    sum_s: float
+    """Sum of all observations, seconds."""
+
+    @property
+    def count(self) -> int:
+        """Observations in all."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionStats:
+    """What an engine has done in one direction since it was made.
+
+    Only the side that plans a transfer knows its operations and logical bytes (``send`` and ``fetch``), and who is read
+    from knows bytes alone (``serve``): numbers that a side does not know are None.
+    """
+
+    num_transfers: int
+    """Completed; failed ones are in ``failures``."""
+    nbytes: int
+    """Page bytes moved, the sum of ``lanes``."""
+    num_pages: int | None
+    """Pages of the receiver that were written, of one layer and role, as in `TransferStats`."""
+    num_resident: int | None
+    """Pages that the receiver had already, of one layer and role."""
+    logical_nbytes: int | None
+    """Bytes if every sequence had been sent by itself."""
+    num_operations: int | None
+    """Puts or gets posted, or pieces copied through a mapping."""
+    seconds: Histogram | None
+    """Whole transfers: from the offer (``receive``: from the grant) to the end."""
+    failures: Mapping[str, int]
+    """Transfers that failed, by the name of the error's class."""
+    lanes: tuple[LaneStats, ...]
+    """By lane and path, in order of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine has done since it was made, and what it holds at this moment. Made by `Engine.stats`."""
+
+    send: DirectionStats
+    receive: DirectionStats
+    fetch: DirectionStats
+    serve: DirectionStats
+    grant_wait: Histogram
+    """From an offer to its grant, of what was received."""
+    num_connects: int
+    """Sessions opened, from either side."""
+    num_reconnects: int
+    """Of those, in place of a session that had broken."""
+    num_disconnects: int
+    """Sessions that ended, orderly or not."""
+    losses: Mapping[str, int]
+    """Of those, the ones that an error ended, by the name of its class."""
+    num_fallbacks: int
+    """Peers that UCX could not be set up with: their pages travel on the control channel."""
+    num_quarantined: int
+    """Pages put into quarantine, ever; ``pools`` has how many are there now."""
+    num_recovered: int
+    """Pages that came back out of it."""
+    num_leases_expired: int
+    """Leases that ran out before their work was done."""
+    num_sessions: int
+    """Open sessions of engines that have connected to this one."""
+    num_peers: int
+    """Open sessions of this engine with others."""
+    num_waiting: int
+    """Offers in the queue for pages."""
+    num_arriving: int
+    """Transfers that are granted and not complete."""
+    pools: Mapping[str, PageAccounts]
+    """Where the pages are, by the pool's name."""
+    generations: Mapping[str, int]
+    """Generation of each pool's registration, by its name."""
+
+    def direction(self, direction: Direction) -> DirectionStats:
+        """The stats of one direction by its name."""
+        return {"send": self.send, "receive": self.receive, "fetch": self.fetch, "serve": self.serve}[direction]
