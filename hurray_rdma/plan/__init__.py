@@ -3,14 +3,14 @@
 Knows page IDs, strides and byte offsets; does no I/O, and knows neither asyncio nor UCX nor any device library.
 """
 
-from hurray_rdma.plan.elsewhere import rewrite_in_library
 from hurray_rdma.plan.keys import map_keys
 from hurray_rdma.plan.mapping import map_pages
 from hurray_rdma.plan.negotiate import check_pair, common_heads
-from hurray_rdma.plan.operations import Plan, build_plan
+from hurray_rdma.plan.operations import Plan
 from hurray_rdma.plan.packed import pack, packed_nbytes, unpack
 from hurray_rdma.plan.pagemap import PageMap
-from hurray_rdma.plan.tables import dedupe, rewrite, valid_pages
+from hurray_rdma.plan.rewrite import rewrite
+from hurray_rdma.plan.tables import dedupe, valid_pages
 from hurray_rdma.plan.transfer import Move, Program, TransferPlan, plan_transfer
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Plan",
     "Program",
     "TransferPlan",
-    "build_plan",
     "check_pair",
     "common_heads",
     "dedupe",
@@ -29,7 +28,6 @@ __all__ = [
     "packed_nbytes",
     "plan_transfer",
     "rewrite",
-    "rewrite_in_library",
     "unpack",
     "valid_pages",
 ]

@@ -1,4 +1,4 @@
-"""Block tables as arrays: which pages of a batch travel, each of them once, and the table that names them elsewhere.
+"""Block tables as arrays: which pages of a batch travel, each of them once.
 
 Knows page IDs only. Both sides of a transfer run these on the offered table and get the same arrays, so that a grant
 need say no more than one destination page for each page that `dedupe` finds, in its order.
@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from hurray_rdma.cache.indices import check_page_ids, check_seq_lens
 from hurray_rdma.errors import GeometryError
 
-__all__ = ["dedupe", "rewrite", "valid_pages"]
+__all__ = ["dedupe", "valid_pages"]
 
 _DENSE_FACTOR = 8
 """A lookup over all pages of a pool is used up to this many pages per table entry; sparser tables are sorted."""
-_NO_PAGE = np.uint32(2**32 - 1)
-"""No pool has so many pages that this is the ID of one."""
 
 
 def valid_pages(
@@ -80,55 +78,9 @@ def dedupe(block_table: NDArray[np.uint32], *, num_pages: int) -> tuple[NDArray[
     return distinct.astype(np.uint32), look_up(place, index)
 
 
-def rewrite(
-    block_table: NDArray[np.uint32],
-    src_page_ids: NDArray[np.uint32],
-    dst_page_ids: NDArray[np.uint32],
-    *,
-    num_pages: int,
-) -> NDArray[np.uint32]:
-    """The table with every page ID replaced; entries that were equal stay equal. uint32 ``[num_entries]``.
-
-    Args:
-        block_table: page IDs of the source, uint32 ``[num_entries]``.
-        src_page_ids: distinct, ascending (as of `dedupe`), uint32 ``[n]``; all that the table names.
-        dst_page_ids: what each becomes, uint32 ``[n]``.
-        num_pages: pages of the source pool.
-
-    Raises:
-        GeometryError: the two lists differ in length, or the table names a page that is not among them.
-    """
-    check_paired(src_page_ids, dst_page_ids)
-    if num_pages > _DENSE_FACTOR * len(block_table):
-        place = np.searchsorted(src_page_ids, block_table)
-        place[place == len(src_page_ids)] = 0
-        found = src_page_ids[place] == block_table if len(src_page_ids) else np.zeros(len(block_table), np.bool_)
-        result = dst_page_ids[place] if len(src_page_ids) else np.empty(len(block_table), np.uint32)
-    else:
-        check_page_ids(block_table, num_pages=num_pages, field="block_table")
-        lookup = np.full(num_pages, _NO_PAGE)
-        lookup[src_page_ids.astype(np.int64)] = dst_page_ids
-        result = look_up(lookup, block_table.astype(np.int64))
-        found = result != _NO_PAGE
-    if not found.all():
-        at = int((~found).argmax())
-        raise GeometryError("is not among src_page_ids", field=f"block_table[{at}]", value=int(block_table[at]))
-    return result
-
-
 def look_up(values: NDArray[np.uint32], index: NDArray[np.int64]) -> NDArray[np.uint32]:
     """``values[index]`` for places that are known to exist: the fastest way that NumPy has."""
     return values.take(index, mode="clip")
-
-
-def check_paired(src_page_ids: NDArray[np.uint32], dst_page_ids: NDArray[np.uint32]) -> None:
-    """Raises GeometryError unless there is one destination page for each source page."""
-    if len(src_page_ids) != len(dst_page_ids):
-        raise GeometryError(
-            f"must be the number of source pages {len(src_page_ids)}",
-            field="len(dst_page_ids)",
-            value=len(dst_page_ids),
-        )
 
 
 def check_distinct(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None:

@@ -6,7 +6,7 @@ and plain loops; bytes that it does not write must be as they were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -274,6 +274,51 @@ def test_equal_geometry_is_one_program_of_whole_runs_for_all_layers() -> None:
     assert len(programs) == 1
     assert plan.nbytes == 6 * 4 * 32768
     assert (plan.num_pages, plan.num_resident, plan.covers_dest) == (4, 0, True)
+
+
+def test_only_pages_that_follow_each_other_on_both_sides_are_one_operation() -> None:
+    pool = dense(CacheSpec(**LLAMA), 10)
+    assert [length // 32768 for *_, length in operations(plan_of(pool, pool, [3, 4, 5], [1, 0, 2]))] == [1, 1, 1]
+    gaps = PoolLayout(
+        spec=pool.spec,
+        num_pages=10,
+        segments=tuple(Segment(0, index * 400_000, 40_000, 2048, 256) for index in range(6)),
+    )
+    assert operations(plan_of(gaps, pool, [3, 4], [0, 1])) == [(120_000, 0, 32768), (160_000, 32768, 32768)]
+
+
+def test_plans_cannot_be_changed_and_unknown_tensors_have_none() -> None:
+    pool = dense(CacheSpec(**LLAMA), 10)
+    plan = plan_of(pool, pool, [4, 6], [0, 1])
+    (each,) = plan.moves("key", 0)[0].program.plans()
+    assert (each.num_operations, each.num_pages, each.nbytes) == (2, 2, 2 * 32768)
+    assert not any(array.flags.writeable for array in (each.src_offsets, each.dst_offsets, each.lengths))
+    for role, layer in (("fused", 0), ("key", 3)):
+        with pytest.raises(GeometryError, match="must be"):
+            plan.moves(role, layer)
+
+
+def test_roles_may_be_in_another_order_and_regions_of_their_own() -> None:
+    spec = CacheSpec(**LLAMA)
+    other = replace(spec, roles=("value", "key"))
+    source, dest = (
+        PoolLayout(
+            spec=each,
+            num_pages=4,
+            segments=tuple(Segment(index, 10 * index, 32768, 2048, 256) for index in range(6)),
+        )
+        for each in (spec, other)
+    )
+    plan = plan_of(source, dest, [1], [2])
+    found = {
+        tensor: (move.src_region_index, move.src_base_nbytes, move.dst_region_index, move.dst_base_nbytes)
+        for tensor in spec.tensors
+        for move in plan.moves(*tensor)
+    }
+    assert found["key", 0] == (0, 0, 1, 10)
+    assert found["value", 0] == (1, 10, 0, 0)
+    assert found["key", 2] == (4, 40, 5, 50)
+    assert found["value", 2] == (5, 50, 4, 40)
 
 
 def test_heads_before_tokens_on_both_sides_are_whole_pages_too() -> None:
