@@ -6,7 +6,8 @@ Knows counts, dtypes and the order of axes inside a page; knows no memory and no
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 
@@ -35,6 +36,9 @@ class PageOrder(StrEnum):
 class CacheSpec:
     """Geometry of one cache: pages of ``page_size`` tokens, for each role of each layer.
 
+    `dataclasses.replace` makes another one: ``replace(spec, num_layers=16)`` has layers 0 to 15, and
+    ``replace(spec, num_heads=2)`` is a model of two heads, unless ``layers`` or ``total_heads`` say otherwise.
+
     Raises:
         GeometryError: a field is out of its range; the message names it.
     """
@@ -54,17 +58,20 @@ class CacheSpec:
     order: PageOrder = PageOrder.NHD
     """Order of the axes inside a page."""
     layers: tuple[int, ...] | None = None
-    """The model's index of each layer, ascending; None is 0 to num_layers - 1. A hybrid model's cache groups have some
-    of the layers each."""
+    """The model's index of each layer, ascending; None is 0 to num_layers - 1, and stands there for just that. A hybrid
+    model's cache groups have some of the layers each. See `layer_indices`."""
     head_offset: int = 0
     """The model's index of the first head, where a cache holds a slice of them (tensor parallelism)."""
     total_heads: int | None = None
-    """KV heads of the model; None is ``head_offset + num_heads``."""
+    """KV heads of the model; None is ``num_heads``, all of them, and stands there for just that; a slice that does not
+    begin with head 0 and does not say ends with the model's last. See `heads_of_model`."""
     scale_dtype: str | None = None
     """Element type of the quantisation scales, one for each page slot (ADR-024, per-block affine); None is
     unquantised."""
     zero_points: bool = False
     """Whether each page slot has an int32 zero point beside its scale."""
+    tensors: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
+    """Every (role, layer), in the order of all lists of them: layer 0 in order of ``roles``, layer 1 ..."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "head_dim", "page_size"):
@@ -75,6 +82,8 @@ class CacheSpec:
         object.__setattr__(self, "roles", _roles(self.roles))
         object.__setattr__(self, "order", _order(self.order))
         object.__setattr__(self, "layers", _layers(self.layers, self.num_layers))
+        tensors = tuple((role, layer) for layer in self.layer_indices for role in self.roles)
+        object.__setattr__(self, "tensors", tensors)
         self._check_heads()
         self._check_quantization()
         bits = self.head_dim * self.element_type.bits
@@ -86,15 +95,14 @@ class CacheSpec:
             )
 
     def _check_heads(self) -> None:
-        if self.total_heads is None:
-            object.__setattr__(self, "total_heads", self.head_offset + self.num_heads)
-        last = self.heads[1]
-        if self.head_offset < 0 or last > self.heads_of_model:
+        if self.head_offset < 0 or self.heads[1] > self.heads_of_model:
             raise GeometryError(
-                f"the cache's {self.num_heads} heads from there must lie below total_heads {self.total_heads}",
+                f"the cache's {self.num_heads} heads from there must lie below total_heads {self.heads_of_model}",
                 field="head_offset",
                 value=self.head_offset,
             )
+        all_heads = self.heads == (0, self.heads_of_model)
+        object.__setattr__(self, "total_heads", None if all_heads else self.heads_of_model)
 
     def _check_quantization(self) -> None:
         if self.scale_dtype is None:
@@ -163,11 +171,6 @@ class CacheSpec:
             return self.num_heads, self.page_size, self.row_items
         return self.page_size, self.num_heads, self.row_items
 
-    @property
-    def tensors(self) -> tuple[tuple[str, int], ...]:
-        """Every (role, layer), in the order of all lists of them: layer 0 in order of ``roles``, layer 1 ..."""
-        return tuple((role, layer) for layer in self.layer_indices for role in self.roles)
-
     def with_order(self, order: PageOrder | str, /) -> CacheSpec:
         """The same cache with another order of axes inside its pages.
 
@@ -192,13 +195,15 @@ class CacheSpec:
         return place * len(self.roles) + self.roles.index(role)
 
 
-def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
-    indices = tuple(range(num_layers)) if layers is None else tuple(layers)  # type: ignore[arg-type]
+def _layers(layers: Iterable[int] | None, num_layers: int) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    indices = tuple(layers)
     if len(indices) != num_layers:
         raise GeometryError(f"must be num_layers {num_layers}", field="len(layers)", value=len(indices))
     if indices[0] < 0 or indices[-1] >= _UINT32_MAX or any(a >= b for a, b in pairwise(indices)):
         raise GeometryError(f"must ascend, from 0 to {_UINT32_MAX - 1}", field="layers", value=indices)
-    return indices
+    return None if indices[-1] == num_layers - 1 else indices
 
 
 def _roles(roles: object) -> tuple[str, ...]:

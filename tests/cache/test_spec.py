@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,4 +99,25 @@ def test_a_slice_of_heads_and_some_of_the_layers() -> None:
     assert spec.index("value", 11) == 3
     with pytest.raises(GeometryError, match=r"layer = 6: must be one of \(5, 11\)"):
         spec.index("key", 6)
+
+
+def test_a_changed_spec_keeps_what_was_said_and_no_more() -> None:
+    spec = CacheSpec(**LLAMA, layers=range(32), total_heads=8)
+    assert replace(spec, num_layers=2).tensors == (("key", 0), ("value", 0), ("key", 1), ("value", 1))
+    assert replace(spec, num_heads=2).heads_of_model == 2
+    assert replace(spec, num_heads=2, total_heads=8).heads == (0, 2)
+    slice_of_heads = replace(spec, num_heads=2, head_offset=4)
+    assert slice_of_heads.heads_of_model == 6
+    assert replace(slice_of_heads, head_dim=64).heads_of_model == 6
+    some = replace(spec, num_layers=2, layers=(1, 3))
+    assert some.layer_indices == (1, 3)
+    with pytest.raises(GeometryError, match=r"len\(layers\) = 2: must be num_layers 3"):
+        replace(some, num_layers=3)
+
+
+def test_equal_specs_are_equal_however_they_were_said() -> None:
     assert CacheSpec(**LLAMA) == CacheSpec(**LLAMA, layers=tuple(range(32)), total_heads=8)
+    offset = LLAMA | {"num_heads": 2, "head_offset": 6}
+    assert CacheSpec(**offset) == CacheSpec(**offset, total_heads=8) != CacheSpec(**offset, total_heads=9)
+    assert pickle.loads(pickle.dumps(CacheSpec(**offset))) == CacheSpec(**offset)
+    assert hash(CacheSpec(**offset)) == hash(CacheSpec(**offset, total_heads=8))
