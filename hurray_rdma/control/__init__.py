@@ -12,6 +12,7 @@ from hurray_rdma.control.codes import (
     ErrorCode,
     LocalProtocolError,
     MessageType,
+    NotPublishedError,
     PeerBusyError,
     StaleGenerationError,
     error_code,
@@ -24,11 +25,13 @@ from hurray_rdma.control.events import (
     AllEnded,
     DescriptorEnded,
     Event,
+    Fetched,
     Granted,
     Offered,
     PoolAnnounced,
     PoolRemoved,
     PoolsAnnounced,
+    PublishedHeard,
     Quiesced,
     Refused,
     SessionClosed,
@@ -36,10 +39,11 @@ from hurray_rdma.control.events import (
     TensorData,
     TransferFailed,
 )
-from hurray_rdma.control.exchange import Grant, Offer, Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import Listener, serve
 from hurray_rdma.control.messages import Message
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
 
@@ -59,6 +63,8 @@ __all__ = [
     "ErrorCode",
     "Event",
     "EventHandler",
+    "Fetch",
+    "Fetched",
     "FrameDecoder",
     "Grant",
     "Granted",
@@ -66,6 +72,7 @@ __all__ = [
     "LocalProtocolError",
     "Message",
     "MessageType",
+    "NotPublishedError",
     "Offer",
     "Offered",
     "PeerBusyError",
@@ -76,6 +83,8 @@ __all__ = [
     "PoolRemoved",
     "PoolSegment",
     "PoolsAnnounced",
+    "Published",
+    "PublishedHeard",
     "Quiesced",
     "Refused",
     "ServerSession",

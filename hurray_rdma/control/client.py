@@ -1,11 +1,12 @@
-"""The connecting side of a session: it says HELLO, proves itself, offers snapshots and says what it has written.
+"""The connecting side of a session: it says HELLO, proves itself, offers or fetches snapshots, says what is done.
 
-This module knows what a client may say and hear. It knows no sockets, and it does not know how pages are written: it is
-told by ``data_end`` when those of a descriptor are complete at the server.
+This module knows what a client may say and hear. It knows no sockets, and it does not know how pages are written or
+read: ``data_end`` tells it when those of a descriptor are complete at the server, ``read_end`` when all are read.
 """
 
 from __future__ import annotations
 
+from hurray_rdma.control.checks import Uint32Array
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, StaleGenerationError, error_code, error_from_code
 from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig
 from hurray_rdma.control.events import (
@@ -16,10 +17,11 @@ from hurray_rdma.control.events import (
     PoolAnnounced,
     PoolRemoved,
     PoolsAnnounced,
+    PublishedHeard,
     Refused,
     TransferFailed,
 )
-from hurray_rdma.control.exchange import Abort, Grant, Offer, Pool, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
 from hurray_rdma.control.messages import (
     ClientHello,
     ErrorMessage,
@@ -30,8 +32,10 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
-from hurray_rdma.control.states import SessionState, Step, TransferState
+from hurray_rdma.control.states import Direction, SessionState, Step, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, ProtocolError
 
@@ -75,14 +79,32 @@ class ClientSession(Session):
             PeerLostError: the session is closed.
             LocalProtocolError: the session is not open yet, or all its stream ids are used up.
         """
+        return self._ask(offer, now + timeout_s)
+
+    def fetch(self, fetch: Fetch, *, now: float, timeout_s: float) -> int:
+        """Ask for a published snapshot; answered by PublishedHeard or Refused within ``timeout_s``.
+
+        Returns:
+            The transfer's id.
+
+        Raises:
+            PeerLostError: the session is closed.
+            LocalProtocolError: the session is not open yet, or all its stream ids are used up.
+        """
+        return self._ask(fetch, now + timeout_s)
+
+    def _ask(self, request: Offer | Fetch, due: float) -> int:
         self._require_open()
         transfer_id = self._book.next_id
-        if transfer_id + offer.num_descriptors > LAST_STREAM_ID:
+        if isinstance(request, Offer):
+            transfer = Transfer(transfer_id, Direction.PUSH, request.num_descriptors, request)
+        else:
+            transfer = Transfer(transfer_id, Direction.PULL, 1)
+        if transfer_id + transfer.num_descriptors > LAST_STREAM_ID:
             raise LocalProtocolError("all stream ids of this session are used up", fix="Connect anew")
-        self._send(offer, transfer_id)
-        transfer = Transfer(transfer_id, offer.num_descriptors, offer)
+        self._send(request, transfer_id)
         self._book.add(transfer)
-        self._book.schedule(transfer, now + timeout_s)
+        self._book.schedule(transfer, due)
         return transfer_id
 
     def data_end(self, transfer_id: int, descriptor_index: int, *, now: float) -> bool:
@@ -94,12 +116,29 @@ class ClientSession(Session):
         Raises:
             LocalProtocolError: not granted yet, no such descriptor, or it ended before.
         """
-        transfer = self._writable(transfer_id, descriptor_index)
+        return self._end(transfer_id, descriptor_index, Direction.PUSH, now)
+
+    def read_end(self, transfer_id: int, *, now: float) -> bool:
+        """Every page of a fetched snapshot has been read: no read is in flight any more. Answered by Acknowledged.
+
+        Until then what was read may be wrong: only the acknowledgement says that it was under lease all the while.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            LocalProtocolError: not published yet, not a pull, or it was said before.
+        """
+        return self._end(transfer_id, 0, Direction.PULL, now)
+
+    def _end(self, transfer_id: int, descriptor_index: int, direction: Direction, now: float) -> bool:
+        transfer = self._granted(transfer_id, descriptor_index, direction)
         if transfer is None:
             return False
         step = transfer.end_step(descriptor_index)
         if step is None:
-            raise LocalProtocolError("this descriptor ended before", field="descriptor_index", value=descriptor_index)
+            rule = f"descriptor {descriptor_index} of transfer {transfer_id} ended before"
+            raise LocalProtocolError(rule if direction is Direction.PUSH else f"transfer {transfer_id} ended before")
         self._book.say(transfer, step)
         transfer.mark_ended(descriptor_index)
         self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
@@ -126,7 +165,7 @@ class ClientSession(Session):
             ConfigError: larger than what the peer accepts in one message.
             LocalProtocolError: not granted yet, no such descriptor, it ended before, or bytes were left out.
         """
-        transfer = self._writable(transfer_id, descriptor_index)
+        transfer = self._granted(transfer_id, descriptor_index, Direction.PUSH)
         if transfer is None:
             return False
         expected = transfer.next_offsets.get(descriptor_index, 0)
@@ -162,12 +201,14 @@ class ClientSession(Session):
         self._send(Quiet(), transfer_id)
         return True
 
-    def _writable(self, transfer_id: int, descriptor_index: int) -> Transfer | None:
+    def _granted(self, transfer_id: int, descriptor_index: int, direction: Direction) -> Transfer | None:
         transfer = self._book.get(transfer_id)
+        if transfer is not None:
+            transfer.require(direction)
         if self.is_closed or transfer is None or transfer.state is TransferState.STOPPING or not transfer.is_open:
             return None
         if transfer.state is TransferState.OFFERED:
-            raise LocalProtocolError(f"transfer {transfer_id} is not granted yet")
+            raise LocalProtocolError(f"transfer {transfer_id} is not answered yet")
         if not 0 <= descriptor_index < transfer.num_descriptors:
             raise LocalProtocolError(
                 f"must be 0 to {transfer.num_descriptors - 1}", field="descriptor_index", value=descriptor_index
@@ -222,17 +263,25 @@ class ClientSession(Session):
 
     def _hear_unknown_stream(self, stream_id: int, message: Message, events: list[Event]) -> None:
         # No such transfer, or one ended so long ago that it is forgotten; either way nothing is in flight for it.
-        if isinstance(message, Grant):
-            self._reply(Abort(ErrorCode.ABORTED, "no such offer is waiting"), stream_id)
-        if isinstance(message, Grant | Abort):
+        if isinstance(message, Grant | Published):
+            self._reply(Abort(ErrorCode.ABORTED, "nobody waits for this answer"), stream_id)
+        if isinstance(message, Grant | Published | Abort):
             self._reply(Quiet(), stream_id)
 
     def _hear_transfer(
         self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
     ) -> None:
         match message:
-            case Grant():
-                self._hear_grant(transfer, message, events)
+            case Grant() if transfer.direction is Direction.PUSH:
+                if self._awaits_answer(transfer):
+                    self._check_grant(transfer, message)
+                    self._book.hear(transfer, Step.GRANT)
+                    events.append(Granted(transfer.transfer_id, message))
+            case Published() if transfer.direction is Direction.PULL:
+                if self._awaits_answer(transfer):
+                    self._check_pages(message.pool_id, message.generation, "block_table", message.block_table)
+                    self._book.hear(transfer, Step.GRANT)
+                    events.append(PublishedHeard(transfer.transfer_id, message))
             case ErrorMessage(code=code, text=text):
                 before = transfer.state
                 if self._book.hear(transfer, Step.REFUSE):
@@ -249,28 +298,37 @@ class ClientSession(Session):
                 if self._book.hear(transfer, Step.ACKNOWLEDGE):
                     events.append(Acknowledged(transfer.transfer_id))
             case _:
-                raise ProtocolError(f"a server does not say {type(message).__name__} on a transfer's stream")
+                raise ProtocolError(
+                    f"a server does not say {type(message).__name__} on the stream of a {transfer.direction.name}"
+                )
 
-    def _hear_grant(self, transfer: Transfer, grant: Grant, events: list[Event]) -> None:
+    def _awaits_answer(self, transfer: Transfer) -> bool:
+        if transfer.state in (TransferState.STOPPED, TransferState.REFUSED):
+            self._reply(Abort(ErrorCode.ABORTED, "nobody waits for this answer any more"), transfer.transfer_id)
+            self._reply(Quiet(), transfer.transfer_id)
+        return transfer.state is TransferState.OFFERED
+
+    def _check_grant(self, transfer: Transfer, grant: Grant) -> None:
         offer = transfer.offer
-        if transfer.state is not TransferState.OFFERED or offer is None:
-            if transfer.state in (TransferState.STOPPED, TransferState.REFUSED):
-                self._reply(Abort(ErrorCode.ABORTED, "the offer is no longer waiting"), transfer.transfer_id)
-                self._reply(Quiet(), transfer.transfer_id)
-            return
-        pool = self.pools.get(offer.pool_id)
-        if pool is None or not offer.generation == grant.generation == pool.generation:
+        if offer is None or offer.generation != grant.generation:
             raise StaleGenerationError(
-                f"pool {offer.pool_id} was offered at generation {offer.generation}, granted at {grant.generation}, "
-                f"and is now {'removed' if pool is None else f'at {pool.generation}'}"
+                f"pages were granted at generation {grant.generation} of the pool, "
+                f"but offered to at {None if offer is None else offer.generation}"
             )
-        if len(grant.page_ids) and int(grant.page_ids.max()) >= pool.num_pages:
-            at = int(grant.page_ids.argmax())
+        self._check_pages(offer.pool_id, grant.generation, "page_ids", grant.page_ids)
+
+    def _check_pages(self, pool_id: int, generation: int, name: str, page_ids: Uint32Array) -> None:
+        pool = self.pools.get(pool_id)
+        if pool is None or pool.generation != generation:
+            now = "is not announced (any more)" if pool is None else f"is at generation {pool.generation}"
+            raise StaleGenerationError(f"pages were answered at generation {generation} of pool {pool_id}, which {now}")
+        if len(page_ids) and int(page_ids.max()) >= pool.num_pages:
+            at = int(page_ids.argmax())
             raise GeometryError(
-                f"is not below num_pages {pool.num_pages}", field=f"page_ids[{at}]", value=int(grant.page_ids[at])
+                f"is not below num_pages {pool.num_pages} of pool {pool_id}",
+                field=f"{name}[{at}]",
+                value=int(page_ids[at]),
             )
-        self._book.hear(transfer, Step.GRANT)
-        events.append(Granted(transfer.transfer_id, grant))
 
     def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
         if transfer.state is TransferState.STOPPING:
@@ -289,10 +347,12 @@ class ClientSession(Session):
 
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
         if transfer.state is TransferState.OFFERED:
-            error = DeadlineExceededError(
-                "the peer did not answer the offer in its time",
-                fix="Its pool may be full: offers wait there until pages are released",
-            )
+            if transfer.direction is Direction.PUSH:
+                rule = "the peer did not answer the offer in its time"
+                fix = "Its pool may be full: offers wait there until pages are released"
+            else:
+                rule, fix = "the peer did not answer the fetch in its time", None
+            error = DeadlineExceededError(rule, fix=fix)
             self._stop_for(transfer, error, now)
             events.append(Refused(transfer.transfer_id, error))
         elif transfer.state is TransferState.ENDED:

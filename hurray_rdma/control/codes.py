@@ -29,6 +29,7 @@ __all__ = [
     "ErrorCode",
     "LocalProtocolError",
     "MessageType",
+    "NotPublishedError",
     "PeerBusyError",
     "StaleGenerationError",
     "error_code",
@@ -40,6 +41,10 @@ _MAX_PEER_TEXT_CHARS = 2000
 
 class LocalProtocolError(HurrayError, RuntimeError):
     """This side asked a session for something its state does not allow; nothing was sent."""
+
+
+class NotPublishedError(HurrayError, LookupError):
+    """The peer has no snapshot published under this key (for this peer)."""
 
 
 class PeerBusyError(PoolExhaustedError):
@@ -72,6 +77,8 @@ class MessageType(IntEnum):
     GRANT = 0xF3
     ABORT = 0xF4
     QUIET = 0xF5
+    FETCH = 0xF6
+    PUBLISHED = 0xF7
 
 
 class Capability(IntFlag):
@@ -111,6 +118,7 @@ class ErrorCode(IntEnum):
 
 
 _KINDS: dict[ErrorCode, type[HurrayError]] = {
+    ErrorCode.UNKNOWN_TENSOR: NotPublishedError,
     ErrorCode.POOL_EXHAUSTED: PoolExhaustedError,
     ErrorCode.GEOMETRY: GeometryError,
     ErrorCode.STALE_GENERATION: StaleGenerationError,
@@ -139,7 +147,7 @@ def error_code(error: HurrayError) -> int:
 def error_from_code(code: int, text: str) -> HurrayError:
     """The typed error that an ERROR or ABORT message of the peer stands for.
 
-    Codes of the format itself and codes nobody knows become :class:`ProtocolError` with that ``code``. The peer's text
+    Codes that stand for no other class become :class:`ProtocolError` with that ``code``. The peer's text
     is cut to 2000 characters, and what cannot be printed is replaced, so that it is safe to log or to show.
     """
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:_MAX_PEER_TEXT_CHARS])

@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from hurray_rdma.control.codes import error_from_code
 from hurray_rdma.control.config import PeerInfo
-from hurray_rdma.control.exchange import Grant, Offer, Pool
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import HurrayError
 
 __all__ = [
@@ -19,11 +20,13 @@ __all__ = [
     "AllEnded",
     "DescriptorEnded",
     "Event",
+    "Fetched",
     "Granted",
     "Offered",
     "PoolAnnounced",
     "PoolRemoved",
     "PoolsAnnounced",
+    "PublishedHeard",
     "Quiesced",
     "Refused",
     "SessionClosed",
@@ -83,8 +86,25 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """Server: answer with ``publish`` or ``refuse``."""
+
+    transfer_id: int
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedHeard:
+    """Client: read the pages, then ``read_end``."""
+
+    transfer_id: int
+    published: Published
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
-    """Client: the offer came to nothing (refused, or unanswered in its time). Nothing is owed; free the pages."""
+    """Client: the offer or fetch came to nothing (refused, or unanswered in its time).
+    Nothing is owed; free the pages."""
 
     transfer_id: int
     error: HurrayError
@@ -110,22 +130,23 @@ class DescriptorEnded:
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Server: every descriptor ended; answer with ``acknowledge``."""
+    """Server: every descriptor ended, or the reader is done; answer with ``acknowledge``."""
 
     transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """Client: the receiver has the whole snapshot. Nothing is owed; free the pages."""
+    """Client: the receiver has the whole snapshot, or what was read is right: its pages were under lease all the while.
+    Nothing is owed; free the pages of a push, use those of a pull."""
 
     transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequested:
-    """The peer ends the transfer. Client: stop posting, wait for what is in flight, then ``quiet``.
-    Server: pages may be written until :class:`Quiesced`."""
+    """The peer ends the transfer. Client: stop posting, wait for what is in flight, then ``quiet``; what was read so
+    far may be wrong. Server: pages may be written, or read, until :class:`Quiesced`."""
 
     transfer_id: int
     reason: str
@@ -139,7 +160,7 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """Server: nothing will be written for this transfer any more; its pages may go back."""
+    """Server: nothing will be written or read for this transfer any more; its pages may go back."""
 
     transfer_id: int
 
@@ -153,7 +174,7 @@ class TransferFailed:
     transfer_id: int
     error: HurrayError
     granted: bool
-    """Whether pages were granted, so that writes may be in flight."""
+    """Whether pages were granted or published, so that writes or reads may be in flight."""
 
 
 Event: TypeAlias = (
@@ -164,6 +185,8 @@ Event: TypeAlias = (
     | PoolsAnnounced
     | Offered
     | Granted
+    | Fetched
+    | PublishedHeard
     | Refused
     | TensorData
     | DescriptorEnded

@@ -1,7 +1,8 @@
 """The control messages as values: one frozen dataclass per message of the format, and the union of all.
 
 This module knows what each message carries. It knows neither how a message is laid out in bytes (fixed.py, private.py,
-framing.py) nor when it may be said (states.py). The private messages, with rules of their own, are in exchange.py.
+framing.py) nor when it may be said (states.py). The private messages, with rules of their own, are in exchange.py,
+pools.py and offers.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hurray_rdma.control.codes import Capability
-from hurray_rdma.control.exchange import Abort, Grant, Offer, Pool, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import ProtocolError
 
 __all__ = [
@@ -163,6 +166,8 @@ Message: TypeAlias = (
     | Pool
     | Offer
     | Grant
+    | Fetch
+    | Published
     | Abort
     | Quiet
     | Malformed

@@ -1,32 +1,26 @@
-"""Payloads of the private messages 0xF0..0xF5: MessagePack arrays of a fixed schema.
+"""Payloads of the private messages 0xF0..0xF7: MessagePack arrays of a fixed schema.
 
 This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
 (types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The rules on
-values are those of the constructors in messages.py. What breaks one is a :class:`ProtocolError` and nothing else.
+values are those of the constructors in exchange.py, pools.py and offers.py. What breaks one is a :class:`ProtocolError`
+and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from hurray_rdma.control.checks import Uint8Array, Uint32Array
 from hurray_rdma.control.codes import ErrorCode, MessageType
-from hurray_rdma.control.exchange import (
-    Abort,
-    Grant,
-    Offer,
-    Pool,
-    PoolRegion,
-    PoolSegment,
-    Quiet,
-    SessionMessage,
-    Uint8Array,
-    Uint32Array,
-)
+from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
 from hurray_rdma.control.messages import Message
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, SnapshotFields
+from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import HurrayError, ProtocolError
 
 __all__ = ["PRIVATE_DECODERS", "encode_private"]
@@ -63,8 +57,7 @@ class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     segments: tuple[tuple[int, int, int, int, int], ...]
 
 
-class _Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    key: str
+class _Snapshot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     pool_id: int
     generation: int
     descriptors: bytes
@@ -76,9 +69,24 @@ class _Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     total_heads: int
     page_keys: bytes
     page_key_nbytes: int
+
+
+class _Offer(_Snapshot, array_like=True, forbid_unknown_fields=True, frozen=True):
+    key: str
     deadline_s: float
     lane: str
     path: str
+
+
+class _Fetch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    key: str
+    deadline_s: float
+    lane: str
+    path: str
+
+
+class _Published(_Snapshot, array_like=True, forbid_unknown_fields=True, frozen=True):
+    lease_s: float
 
 
 class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -97,6 +105,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 _SESSION = msgspec.msgpack.Decoder(_Session)
 _POOL = msgspec.msgpack.Decoder(_Pool)
 _OFFER = msgspec.msgpack.Decoder(_Offer)
+_FETCH = msgspec.msgpack.Decoder(_Fetch)
+_PUBLISHED = msgspec.msgpack.Decoder(_Published)
 _GRANT = msgspec.msgpack.Decoder(_Grant)
 _ABORT = msgspec.msgpack.Decoder(_Abort)
 
@@ -150,24 +160,35 @@ def _decode_pool(payload: memoryview) -> Message:
     )
 
 
+def _snapshot_fields(raw: _Snapshot) -> dict[str, Any]:
+    """The arguments that an Offer and a Published have in common."""
+    return {
+        "pool_id": raw.pool_id,
+        "generation": raw.generation,
+        "descriptors": raw.descriptors,
+        "block_table": _u32_array("block_table", raw.block_table),
+        "seq_ptr": _u32_array("seq_ptr", raw.seq_ptr),
+        "seq_lens": _u32_array("seq_lens", raw.seq_lens),
+        "order": raw.order,
+        "head_offset": raw.head_offset,
+        "total_heads": raw.total_heads,
+        "page_keys": _u8_rows("page_keys", raw.page_keys, raw.page_key_nbytes),
+    }
+
+
 def _decode_offer(payload: memoryview) -> Message:
     raw = _OFFER.decode(payload)
-    return Offer(
-        key=raw.key,
-        pool_id=raw.pool_id,
-        generation=raw.generation,
-        descriptors=raw.descriptors,
-        block_table=_u32_array("block_table", raw.block_table),
-        seq_ptr=_u32_array("seq_ptr", raw.seq_ptr),
-        seq_lens=_u32_array("seq_lens", raw.seq_lens),
-        order=raw.order,
-        head_offset=raw.head_offset,
-        total_heads=raw.total_heads,
-        page_keys=_u8_rows("page_keys", raw.page_keys, raw.page_key_nbytes),
-        deadline_s=raw.deadline_s,
-        lane=raw.lane,
-        path=raw.path,
-    )
+    return Offer(key=raw.key, deadline_s=raw.deadline_s, lane=raw.lane, path=raw.path, **_snapshot_fields(raw))
+
+
+def _decode_fetch(payload: memoryview) -> Message:
+    raw = _FETCH.decode(payload)
+    return Fetch(key=raw.key, deadline_s=raw.deadline_s, lane=raw.lane, path=raw.path)
+
+
+def _decode_published(payload: memoryview) -> Message:
+    raw = _PUBLISHED.decode(payload)
+    return Published(lease_s=raw.lease_s, **_snapshot_fields(raw))
 
 
 def _decode_grant(payload: memoryview) -> Message:
@@ -212,6 +233,8 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
     MessageType.GRANT: _checked(_decode_grant),
     MessageType.ABORT: _checked(_decode_abort),
     MessageType.QUIET: _checked(_decode_quiet),
+    MessageType.FETCH: _checked(_decode_fetch),
+    MessageType.PUBLISHED: _checked(_decode_published),
 }
 """Payload decoder of each private message type; each raises :class:`ProtocolError` and nothing else."""
 
@@ -219,6 +242,13 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
 def _le(array: Uint32Array) -> memoryview:
     # Always contiguous: the constructors see to it. A memoryview cannot be cast while it has no elements.
     return array.astype("<u4", copy=False).view(np.uint8).data if array.size else memoryview(b"")
+
+
+def _snapshot_values(snapshot: SnapshotFields) -> tuple[object, ...]:
+    values: tuple[object, ...] = (snapshot.pool_id, snapshot.generation, snapshot.descriptors)
+    values += (_le(snapshot.block_table), _le(snapshot.seq_ptr), _le(snapshot.seq_lens))
+    values += (snapshot.order, snapshot.head_offset, snapshot.total_heads)
+    return (*values, snapshot.page_keys.tobytes(), snapshot.page_keys.shape[1])
 
 
 def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryview]]:
@@ -235,16 +265,18 @@ def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryvi
             fields += (tuple(map(astuple, pool.regions)), tuple(map(astuple, pool.segments)))
             return MessageType.POOL, [_ENCODER.encode(fields)]
         case Offer() as offer:
-            fields = (offer.key, offer.pool_id, offer.generation, offer.descriptors)
-            fields += (_le(offer.block_table), _le(offer.seq_ptr), _le(offer.seq_lens))
-            fields += (offer.order, offer.head_offset, offer.total_heads)
-            fields += (offer.page_keys.tobytes(), offer.page_keys.shape[1])
-            fields += (float(offer.deadline_s), offer.lane, offer.path)
+            fields = (*_snapshot_values(offer), offer.key, float(offer.deadline_s), offer.lane, offer.path)
             return MessageType.OFFER, [_ENCODER.encode(fields)]
         case Grant() as grant:
             resident = grant.resident.astype(np.uint8).tobytes()
             fields = (grant.generation, _le(grant.page_ids), resident, float(grant.lease_s))
             return MessageType.GRANT, [_ENCODER.encode(fields)]
+        case Fetch() as fetch:
+            fields = (fetch.key, float(fetch.deadline_s), fetch.lane, fetch.path)
+            return MessageType.FETCH, [_ENCODER.encode(fields)]
+        case Published() as published:
+            fields = (*_snapshot_values(published), float(published.lease_s))
+            return MessageType.PUBLISHED, [_ENCODER.encode(fields)]
         case Abort(code=code, reason=reason):
             return MessageType.ABORT, [_ENCODER.encode((int(code), reason))]
         case Quiet():

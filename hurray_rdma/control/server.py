@@ -1,8 +1,8 @@
-"""The listening side of a session: it checks who connects, announces pools, answers offers and acknowledges.
+"""The listening side of a session: it checks who connects, announces pools, answers and acknowledges.
 
-This module knows what a server may say and hear. It knows no sockets and no allocator: which pages to grant, and what
-becomes of pages that may still be written, is the engine's business. Until the client is authenticated it says nothing
-but SERVER_HELLO (only what both sides have) and ERROR.
+This module knows what a server may say and hear. It knows no sockets and no allocator: which pages to grant or lease,
+and what becomes of pages that may still be written or read, is the engine's business. Until the client is authenticated
+it says nothing but SERVER_HELLO (only what both sides have) and ERROR.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from hurray_rdma.control.events import (
     AllEnded,
     DescriptorEnded,
     Event,
+    Fetched,
     Offered,
     Quiesced,
     TensorData,
     TransferFailed,
 )
-from hurray_rdma.control.exchange import Abort, Grant, Offer, Pool, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
 from hurray_rdma.control.messages import (
     ClientHello,
     ErrorMessage,
@@ -32,8 +33,10 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.session import MAX_ERROR_TEXT_CHARS, PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
-from hurray_rdma.control.states import SessionState, Step, TransferState
+from hurray_rdma.control.states import Direction, SessionState, Step, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import AuthenticationError, HurrayError, ProtocolError
 
@@ -77,27 +80,43 @@ class ServerSession(Session):
             False if the transfer ended meanwhile: nothing was sent, the pages are the caller's again.
 
         Raises:
-            LocalProtocolError: the offer was answered before.
+            LocalProtocolError: the offer was answered before, or the transfer is no offer.
             ConfigError: the grant is larger than what the peer accepts; the offer still waits.
         """
+        return self._answer(transfer_id, Direction.PUSH, grant)
+
+    def publish(self, transfer_id: int, published: Published, *, now: float) -> bool:
+        """Answer a fetch with the snapshot; its pages must stay as they are until AllEnded or Quiesced.
+
+        Returns:
+            False if the transfer ended meanwhile: nothing was sent, nobody will read.
+
+        Raises:
+            LocalProtocolError: the fetch was answered before, or the transfer is no fetch.
+            ConfigError: the answer is larger than what the peer accepts; the fetch still waits.
+        """
+        return self._answer(transfer_id, Direction.PULL, published)
+
+    def _answer(self, transfer_id: int, direction: Direction, answer: Grant | Published) -> bool:
         transfer = self._book.get(transfer_id)
         if self.is_closed or transfer is None:
             return False
-        # Framed first: a grant that is too large must leave the offer unanswered.
-        _, parts = self._frame(grant, transfer_id)
+        transfer.require(direction)
+        # Framed first: an answer that is too large must leave the request unanswered.
+        _, parts = self._frame(answer, transfer_id)
         if not self._book.say(transfer, Step.GRANT):
             return False
         self._parts += parts
         return True
 
     def refuse(self, transfer_id: int, error: HurrayError, *, now: float) -> bool:
-        """Answer an offer with an error; the client raises it in its own type.
+        """Answer an offer or a fetch with an error; the client raises it in its own type.
 
         Returns:
             False if the transfer ended meanwhile.
 
         Raises:
-            LocalProtocolError: the offer was answered before; a granted transfer is ended by ``abort``.
+            LocalProtocolError: it was answered before; a granted transfer is ended by ``abort``.
         """
         transfer = self._book.get(transfer_id)
         if self.is_closed or transfer is None:
@@ -110,7 +129,9 @@ class ServerSession(Session):
         return True
 
     def acknowledge(self, transfer_id: int, *, now: float) -> bool:
-        """Tell the client that the whole snapshot is here. After AllEnded.
+        """Tell the client that the whole snapshot is here, or that the pages it read were under lease until now.
+
+        After AllEnded. A lease that ran out meanwhile is told by ``abort`` instead.
 
         Returns:
             False if the transfer is ending or has ended.
@@ -192,20 +213,21 @@ class ServerSession(Session):
         raise ProtocolError(f"a client does not say {type(message).__name__} on the session stream")
 
     def _hear_unknown_stream(self, stream_id: int, message: Message, events: list[Event]) -> None:
-        if isinstance(message, Offer):
-            self._hear_offer(stream_id, message, events)
+        if isinstance(message, Offer | Fetch):
+            self._hear_request(stream_id, message, events)
         elif isinstance(message, Malformed):
             self._reply(self._error_message(message.error), stream_id)
         elif stream_id >= self._book.next_id and not isinstance(message, Abort | Quiet | ErrorMessage):
             error = ProtocolError("no transfer owns this stream", field="stream_id", value=stream_id)
             self._reply(self._error_message(error), stream_id)
 
-    def _hear_offer(self, transfer_id: int, offer: Offer, events: list[Event]) -> None:
-        last = transfer_id + offer.num_descriptors
+    def _hear_request(self, transfer_id: int, request: Offer | Fetch, events: list[Event]) -> None:
+        num_streams = request.num_descriptors if isinstance(request, Offer) else 1
+        last = transfer_id + num_streams
         error: HurrayError | None = None
         if transfer_id < self._book.next_id or last > LAST_STREAM_ID:
             error = ProtocolError(
-                f"must be at least {self._book.next_id} (ids ascend), with {offer.num_descriptors} streams after it",
+                f"must be at least {self._book.next_id} (ids ascend), with {num_streams} streams after it",
                 field="transfer_id",
                 value=transfer_id,
             )
@@ -214,15 +236,22 @@ class ServerSession(Session):
         if error is not None:
             self._reply(self._error_message(error), transfer_id)
             return
-        self._book.add(Transfer(transfer_id, offer.num_descriptors, None))
-        events.append(Offered(transfer_id, offer))
+        if isinstance(request, Offer):
+            self._book.add(Transfer(transfer_id, Direction.PUSH, num_streams))
+            events.append(Offered(transfer_id, request))
+        else:
+            self._book.add(Transfer(transfer_id, Direction.PULL, num_streams))
+            events.append(Fetched(transfer_id, request))
 
     def _hear_transfer(
         self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
     ) -> None:
+        is_push = transfer.direction is Direction.PUSH
         match message, descriptor_index:
-            case Offer(), None:
+            case Offer(), None if is_push:
                 return  # Repeated.
+            case Fetch(), None if not is_push:
+                return
             case Abort(code=code, reason=reason), None:
                 self._hear_abort(transfer, code, reason, now, events)
             case ErrorMessage(code=code, text=text), _:
@@ -231,11 +260,13 @@ class ServerSession(Session):
                 self._hear_quiet(transfer, events)
             case TensorDataEndMessage(), int(index):
                 self._hear_end(transfer, index, events)
-            case TensorDataMessage(), int(index):
+            case TensorDataMessage(), int(index) if is_push:
                 self._hear_data(transfer, index, message, events)
             case _:
-                where = "a transfer's stream" if descriptor_index is None else "a descriptor's stream"
-                raise ProtocolError(f"a client does not say {type(message).__name__} on {where}")
+                where = "the first stream" if descriptor_index is None else "a later stream"
+                raise ProtocolError(
+                    f"a client does not say {type(message).__name__} on {where} of a {transfer.direction.name}"
+                )
 
     def _hear_abort(self, transfer: Transfer, code: int, reason: str, now: float, events: list[Event]) -> None:
         if self._book.hear(transfer, Step.ABORT):
@@ -261,7 +292,8 @@ class ServerSession(Session):
                 self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
         elif self._book.hear(transfer, step):
             transfer.mark_ended(index)
-            events.append(DescriptorEnded(transfer.transfer_id, index))
+            if transfer.direction is Direction.PUSH:
+                events.append(DescriptorEnded(transfer.transfer_id, index))
             if step is Step.LAST_END:
                 events.append(AllEnded(transfer.transfer_id))
 

@@ -12,9 +12,10 @@ from abc import ABC, abstractmethod
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
 from hurray_rdma.control.config import MIN_MESSAGE_NBYTES, PeerInfo, SessionConfig
 from hurray_rdma.control.events import Event, SessionClosed, SessionOpened, TransferFailed
-from hurray_rdma.control.exchange import Abort, Pool, SessionMessage
+from hurray_rdma.control.exchange import Abort, SessionMessage
 from hurray_rdma.control.framing import FrameDecoder, encode_parts
 from hurray_rdma.control.messages import ErrorMessage, Hello, Malformed, Message, Ping, Pong
+from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.states import SessionState, Step
 from hurray_rdma.control.transfers import Transfer, TransferBook
 from hurray_rdma.errors import (

@@ -10,6 +10,9 @@ A transfer, seen from either side::
        |                  |                                             |
        +--REFUSE--> REFUSED    any of the three --ABORT--> STOPPING --QUIET--> STOPPED
 
+A push and a pull walk the same way. In a pull PUBLISHED is the GRANT, the reader's END is the LAST_END, and what is
+said here of writing holds for reading: the pages are the server's source, under lease from GRANT to ACKNOWLEDGE or QUIET.
+
 Once both sides have seen GRANT, pages may be written at any time until QUIET or ACKNOWLEDGE. So an ERROR after a grant
 (REFUSE in GRANTED or ENDED) leads to STOPPING like an abort does, and a QUIET whose ABORT was lost counts for both.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["HARMLESS_STEPS", "OPEN_STATES", "TRANSFER_STEPS", "SessionState", "Step", "TransferState"]
+__all__ = ["HARMLESS_STEPS", "OPEN_STATES", "TRANSFER_STEPS", "Direction", "SessionState", "Step", "TransferState"]
 
 
 class SessionState(Enum):
@@ -30,8 +33,15 @@ class SessionState(Enum):
     CLOSED = auto()
 
 
+class Direction(Enum):
+    """PUSH: the client writes what it offered. PULL: it reads what it fetches."""
+
+    PUSH = auto()
+    PULL = auto()
+
+
 class TransferState(Enum):
-    """Where a transfer stands; STOPPING still may have writes in flight, the last three have none."""
+    """Where a transfer stands; STOPPING still may have writes or reads in flight, the last three have none."""
 
     OFFERED = auto()
     GRANTED = auto()

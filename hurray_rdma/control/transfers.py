@@ -1,8 +1,8 @@
 """The transfers of one session: which stream belongs to which, where each stands, and when each is next due.
 
-This module knows stream numbering (a transfer T owns T, and T + 1 + i for descriptor i) and walks the state table. It
-sends nothing, and does not know which side it plays. Ended transfers are remembered for a while, so that late messages
-are told from wrong ones.
+This module knows stream numbering (a push T owns T, and T + 1 + i for descriptor i; a pull owns T and T + 1) and walks
+the state table. It sends nothing, and does not know which side it plays. Ended transfers are remembered for a while, so
+that late messages are told from wrong ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError
-from hurray_rdma.control.exchange import Abort, Offer
-from hurray_rdma.control.states import HARMLESS_STEPS, OPEN_STATES, TRANSFER_STEPS, Step, TransferState
+from hurray_rdma.control.exchange import Abort
+from hurray_rdma.control.offers import Offer
+from hurray_rdma.control.states import HARMLESS_STEPS, OPEN_STATES, TRANSFER_STEPS, Direction, Step, TransferState
 from hurray_rdma.errors import ProtocolError
 
 __all__ = ["FIRST_TRANSFER_ID", "LAST_STREAM_ID", "Transfer", "TransferBook"]
@@ -30,8 +31,10 @@ class Transfer:
     """One transfer as one side sees it."""
 
     transfer_id: int
+    direction: Direction
     num_descriptors: int
-    offer: Offer | None
+    """How many of its streams end: one for each descriptor of a push, one of a pull."""
+    offer: Offer | None = None
     """Client: what was offered, while the transfer is open."""
     state: TransferState = TransferState.OFFERED
     granted: bool = False
@@ -50,6 +53,13 @@ class Transfer:
     @property
     def is_open(self) -> bool:
         return self.state in OPEN_STATES
+
+    def require(self, direction: Direction) -> None:
+        """Raise LocalProtocolError unless the transfer goes this way."""
+        if self.direction is not direction:
+            raise LocalProtocolError(
+                f"transfer {self.transfer_id} is a {self.direction.name}; this is possible with a {direction.name} only"
+            )
 
     def end_step(self, descriptor_index: int) -> Step | None:
         """The step that the end of this descriptor is; None if it ended before."""

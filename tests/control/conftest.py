@@ -7,6 +7,8 @@ import pytest
 
 from hurray_rdma.control import (
     ClientSession,
+    Fetch,
+    Fetched,
     Grant,
     Granted,
     Offer,
@@ -14,6 +16,8 @@ from hurray_rdma.control import (
     Pool,
     PoolRegion,
     PoolSegment,
+    Published,
+    PublishedHeard,
     SessionConfig,
 )
 from hurray_rdma.testing.pair import ConnectionPair
@@ -75,6 +79,18 @@ def make_offer() -> Callable[..., Offer]:
 
 
 @pytest.fixture
+def make_published(make_offer: Callable[..., Offer]) -> Callable[..., Published]:
+    # The snapshot of make_offer, but in the server's own pool.
+    def make(**changes: object) -> Published:
+        offer = make_offer()
+        names = ("pool_id", "generation", "descriptors", "block_table", "seq_ptr", "seq_lens")
+        facts: dict[str, object] = {name: getattr(offer, name) for name in names} | {"lease_s": 20.0}
+        return Published(**(facts | changes))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
 def grant() -> Grant:
     return Grant(generation=3, page_ids=np.array([4, 0, 9], np.uint32), lease_s=30.0)
 
@@ -108,3 +124,21 @@ def granted(pair: ConnectionPair, offered: int, grant: Grant) -> int:
     pair.settle()
     assert [type(event) for event in pair.take("client")] == [Granted]
     return offered
+
+
+@pytest.fixture
+def fetched(pair: ConnectionPair) -> int:
+    """``pair`` with one fetch that waits for its answer."""
+    transfer_id = pair.client.fetch(Fetch(key="req-19", deadline_s=10.0), now=pair.now, timeout_s=10.0)
+    pair.settle()
+    assert [type(event) for event in pair.take("server")] == [Fetched]
+    return transfer_id
+
+
+@pytest.fixture
+def published(pair: ConnectionPair, fetched: int, make_published: Callable[..., Published]) -> int:
+    """``pair`` with one fetch that was answered: the client may read."""
+    assert pair.server.publish(fetched, make_published(), now=pair.now)
+    pair.settle()
+    assert [type(event) for event in pair.take("client")] == [PublishedHeard]
+    return fetched

@@ -29,7 +29,7 @@ from hurray_rdma.control import (
     error_from_code,
 )
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError, StaleGenerationError
-from hurray_rdma.control.exchange import Abort, Offer, Pool, Quiet
+from hurray_rdma.control.exchange import Abort, Quiet
 from hurray_rdma.control.framing import FrameDecoder
 from hurray_rdma.control.messages import (
     ErrorMessage,
@@ -39,6 +39,8 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
+from hurray_rdma.control.offers import Offer
+from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -119,8 +121,8 @@ def test_a_refusal_arrives_in_its_own_type(error: HurrayError, pair: ConnectionP
     assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
 
 
-def test_codes_of_the_format_and_unknown_codes_are_protocol_errors() -> None:
-    for code in (2, 99, 0xFD):
+def test_codes_that_stand_for_no_other_class_are_protocol_errors() -> None:
+    for code in (3, 99, 0xFD):
         error = error_from_code(code, "text")
         assert isinstance(error, ProtocolError)
         assert error.code == error_code(error) == code

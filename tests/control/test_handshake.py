@@ -15,9 +15,11 @@ from hurray_rdma.control import (
     encode,
 )
 from hurray_rdma.control.codes import Capability, ErrorCode, LocalProtocolError, MessageType
-from hurray_rdma.control.exchange import Offer, Pool, SessionMessage
+from hurray_rdma.control.exchange import SessionMessage
 from hurray_rdma.control.framing import FrameDecoder
 from hurray_rdma.control.messages import ClientHello, ErrorMessage, Message, Ping, ServerHello
+from hurray_rdma.control.offers import Offer
+from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import (
     AuthenticationError,
     ConfigError,

@@ -9,6 +9,8 @@ from hurray_rdma.control import (
     Acknowledged,
     AllEnded,
     DescriptorEnded,
+    Fetch,
+    Fetched,
     Grant,
     Granted,
     Message,
@@ -17,6 +19,8 @@ from hurray_rdma.control import (
     Pool,
     PoolAnnounced,
     PoolsAnnounced,
+    Published,
+    PublishedHeard,
     SessionConfig,
     SessionOpened,
 )
@@ -123,6 +127,53 @@ def test_happy_path(pair: ConnectionPair, make_offer: Callable[..., Offer], gran
     pair.settle()
     assert pair.take("client") == [Acknowledged(transfer_id)]
     assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+
+
+def test_a_fetch_from_request_to_acknowledgement(
+    pair: ConnectionPair, make_published: Callable[..., Published]
+) -> None:
+    keys = np.arange(4 * 16, dtype=np.uint8).reshape(4, 16)
+    fetch = Fetch(key="req-19", deadline_s=5, lane="cma", path="mapped")
+    transfer_id = pair.client.fetch(fetch, now=pair.now, timeout_s=5)
+    pair.settle()
+    assert pair.take("server") == [Fetched(transfer_id, fetch)]
+
+    answer = make_published(order="HND", head_offset=2, total_heads=8, page_keys=keys)
+    assert pair.server.publish(transfer_id, answer, now=pair.now)
+    pair.settle()
+    (heard,) = pair.take("client")
+    assert isinstance(heard, PublishedHeard)
+    assert heard.transfer_id == transfer_id
+    for name in ("block_table", "seq_ptr", "seq_lens", "page_keys"):
+        np.testing.assert_array_equal(getattr(heard.published, name), getattr(answer, name))
+    for name in ("pool_id", "generation", "descriptors", "order", "head_offset", "total_heads", "lease_s"):
+        assert getattr(heard.published, name) == getattr(answer, name)
+
+    assert pair.client.read_end(transfer_id, now=pair.now)
+    pair.settle()
+    assert pair.take("client") == []
+    assert pair.take("server") == [AllEnded(transfer_id)]
+    assert pair.server.acknowledge(transfer_id, now=pair.now)
+    pair.settle()
+    assert pair.take("client") == [Acknowledged(transfer_id)]
+    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+
+
+def test_a_fetch_owns_two_streams_and_goes_beside_offers(
+    pair: ConnectionPair, make_offer: Callable[..., Offer], grant: Grant, make_published: Callable[..., Published]
+) -> None:
+    fetch = Fetch(key="k", deadline_s=5)
+    first = pair.client.fetch(fetch, now=0, timeout_s=5)
+    offer = pair.client.offer(make_offer(4), now=0, timeout_s=5)
+    second = pair.client.fetch(fetch, now=0, timeout_s=5)
+    assert (first, offer, second) == (2, 4, 9)
+    pair.settle()
+    assert [event.transfer_id for event in pair.take("server")] == [2, 4, 9]  # type: ignore[union-attr]
+    pair.server.publish(second, make_published(), now=0)
+    pair.server.grant(offer, grant, now=0)
+    pair.server.publish(first, make_published(), now=0)
+    pair.settle()
+    assert [type(event) for event in pair.take("client")] == [PublishedHeard, Granted, PublishedHeard]
 
 
 def test_next_transfer_starts_after_the_streams_of_the_last(

@@ -1,0 +1,225 @@
+"""The messages that begin a transfer as values: OFFER and its GRANT, FETCH and its PUBLISHED; checked when made.
+
+This module knows what these messages may say: ranges, sizes, which number must equal which. It knows neither bytes nor
+order. Rules are checked in the constructors, so that one check serves what is to be sent and what was received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hurray_rdma.control.checks import (
+    U32_MAX,
+    U64_MAX,
+    BoolArray,
+    Uint8Array,
+    Uint32Array,
+    at_most,
+    between,
+    seconds,
+    uint32,
+)
+from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError
+
+__all__ = ["Fetch", "Grant", "Offer", "Published", "SnapshotFields"]
+
+_MAX_KEY_CHARS = 1024
+_MAX_LANE_CHARS = 64
+_PATHS = ("mapped", "put", "frames")
+_MAX_PAGE_KEY_NBYTES = 256
+_DESCRIPTOR_HEADER_NBYTES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SnapshotFields:
+    """What describes a snapshot on the wire, whoever has it.
+
+    Index arrays are kept as contiguous uint32; ``seq_ptr`` counts pages, ``seq_lens`` tokens.
+
+    Raises:
+        ConfigError: a number or a text is out of range.
+        DescriptorError: ``descriptors`` is not a chain of whole descriptors.
+        GeometryError: the index arrays do not fit together.
+    """
+
+    pool_id: int
+    """The server's pool: where an offered snapshot is to go, or where a published one is."""
+    generation: int
+    """Of that pool."""
+    descriptors: bytes = field(repr=False)
+    """Encoded descriptors, one after the other."""
+    block_table: Uint32Array = field(repr=False)
+    """Page IDs of the side that has the snapshot, [seq_ptr[-1]]."""
+    seq_ptr: Uint32Array = field(repr=False)
+    """[num_seqs + 1]."""
+    seq_lens: Uint32Array = field(repr=False)
+    """[num_seqs]."""
+    order: str = "NHD"
+    """Order of the axes inside the snapshot's pages: no descriptor has it."""
+    head_offset: int = 0
+    """The model's index of the first head that the pages hold."""
+    total_heads: int = 0
+    """Heads of the model; 0 is all that there are in the pages."""
+    page_keys: Uint8Array = field(default_factory=lambda: np.empty((0, 0), np.uint8), repr=False)
+    """A key of its content for each table entry, uint8 [seq_ptr[-1], key_nbytes]; key_nbytes 0 is none."""
+    num_descriptors: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        between("pool_id", self.pool_id, 0, U32_MAX)
+        between("generation", self.generation, 0, U64_MAX)
+        at_most("order", self.order, 32)
+        between("head_offset", self.head_offset, 0, U32_MAX)
+        between("total_heads", self.total_heads, 0, U32_MAX)
+        for name in ("block_table", "seq_ptr", "seq_lens"):
+            object.__setattr__(self, name, uint32(name, getattr(self, name)))
+        if len(self.seq_ptr) != len(self.seq_lens) + 1:
+            raise GeometryError(
+                f"seq_ptr has {len(self.seq_ptr)} entries, but {len(self.seq_lens)} sequences (seq_lens) need one more"
+            )
+        if int(self.seq_ptr[0]) != 0 or int(self.seq_ptr[-1]) != len(self.block_table):
+            raise GeometryError(
+                f"seq_ptr runs from {self.seq_ptr[0]} to {self.seq_ptr[-1]}, not from 0 to the "
+                f"{len(self.block_table)} entries of block_table"
+            )
+        steps_down = np.flatnonzero(self.seq_ptr[1:] < self.seq_ptr[:-1])
+        if len(steps_down):
+            at = int(steps_down[0]) + 1
+            rule = f"is below seq_ptr[{at - 1}] = {self.seq_ptr[at - 1]}"
+            raise GeometryError(rule, field=f"seq_ptr[{at}]", value=int(self.seq_ptr[at]))
+        self._check_page_keys()
+        object.__setattr__(self, "num_descriptors", sum(1 for _ in _walk_descriptors(self.descriptors)))
+        if not self.num_descriptors:
+            raise DescriptorError("a snapshot needs at least one descriptor", field="descriptors", value=b"")
+
+    def _check_page_keys(self) -> None:
+        keys = self.page_keys
+        if keys.ndim != 2 or keys.dtype != np.uint8 or keys.shape[1] > _MAX_PAGE_KEY_NBYTES:
+            raise GeometryError(
+                f"must be uint8 of two axes, with keys of at most {_MAX_PAGE_KEY_NBYTES} bytes",
+                field="page_keys",
+                value=f"{keys.dtype} {keys.shape}",
+            )
+        if keys.shape[1] and len(keys) != len(self.block_table):
+            raise GeometryError(
+                f"must be one for each of the {len(self.block_table)} entries of block_table",
+                field="len(page_keys)",
+                value=len(keys),
+            )
+
+
+def _check_request(key: str, deadline_s: float, lane: str, path: str) -> None:
+    at_most("key", key, _MAX_KEY_CHARS)
+    seconds("deadline_s", deadline_s)
+    at_most("lane", lane, _MAX_LANE_CHARS)
+    if path not in _PATHS:
+        raise ConfigError(f"must be one of {', '.join(_PATHS)}", field="path", value=path[:40])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offer(SnapshotFields):
+    """OFFER (0xF2): a snapshot the client wants to write into a pool of the server. Descriptor i owns stream T + 1 + i.
+
+    Raises:
+        ConfigError, DescriptorError, GeometryError: as of :class:`SnapshotFields`.
+    """
+
+    key: str
+    deadline_s: float
+    """How long the client will wait for an answer, seconds from now on."""
+    lane: str = ""
+    """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
+    path: str = "put"
+    """How the client will write: ``mapped`` (stores into mapped memory), ``put`` (UCX) or ``frames`` (TENSOR_DATA)."""
+
+    def __post_init__(self) -> None:
+        _check_request(self.key, self.deadline_s, self.lane, self.path)
+        SnapshotFields.__post_init__(self)  # super() does not know the class that slots=True makes anew.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """FETCH (0xF6): the client wants to read the snapshot that the server published as ``key``. Owns T and T + 1.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    key: str
+    deadline_s: float
+    """How long the client will wait for an answer, seconds from now on."""
+    lane: str = ""
+    """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
+    path: str = "put"
+    """How the client will read: ``mapped`` (loads from mapped memory), ``put`` (UCX, by get) or ``frames``."""
+
+    def __post_init__(self) -> None:
+        _check_request(self.key, self.deadline_s, self.lane, self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Published(SnapshotFields):
+    """PUBLISHED (0xF7): what the server has for a fetch, and for how long; the mirror of OFFER.
+
+    Raises:
+        ConfigError, DescriptorError, GeometryError: as of :class:`SnapshotFields`.
+    """
+
+    lease_s: float
+    """How long the pages stay as they are if nothing more is heard of the transfer."""
+
+    def __post_init__(self) -> None:
+        seconds("lease_s", self.lease_s)
+        SnapshotFields.__post_init__(self)
+
+
+def _walk_descriptors(data: bytes) -> Iterator[int]:
+    """Start of each descriptor of a chain, by the length each declares (WIRE.md, fixed header)."""
+    at = 0
+    while at < len(data):
+        left = len(data) - at
+        length = int.from_bytes(data[at + 6 : at + 10], "little")
+        if data[at : at + 4] != b"HRRY":
+            raise DescriptorError("must be b'HRRY'", field="magic", value=data[at : at + 4], offset=at)
+        if not _DESCRIPTOR_HEADER_NBYTES <= length <= left:
+            raise DescriptorError(
+                f"must be {_DESCRIPTOR_HEADER_NBYTES} to the {left} bytes at hand",
+                field="descriptor_length",
+                value=length,
+                offset=at + 6,
+            )
+        yield at
+        at += length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grant:
+    """GRANT (0xF3): the server's pages for an offer, in the order both sides derive from the offered table.
+
+    Raises:
+        ConfigError: the lease is not a time.
+        GeometryError: a page is granted twice.
+    """
+
+    generation: int
+    page_ids: Uint32Array = field(repr=False)
+    resident: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_), repr=False)
+    """Which of them the server has already, and must not be sent, bool [len(page_ids)]; empty is none."""
+    lease_s: float
+    """How long the pages are held if nothing more is heard of the transfer."""
+
+    def __post_init__(self) -> None:
+        between("generation", self.generation, 0, U64_MAX)
+        seconds("lease_s", self.lease_s)
+        page_ids = uint32("page_ids", self.page_ids)
+        object.__setattr__(self, "page_ids", page_ids)
+        if len(self.resident) not in (0, len(page_ids)):
+            raise GeometryError(
+                f"must be 0 or the {len(page_ids)} of page_ids", field="len(resident)", value=len(self.resident)
+            )
+        in_order = np.sort(page_ids)
+        repeated = np.flatnonzero(in_order[1:] == in_order[:-1])
+        if len(repeated):
+            raise GeometryError("a page may be granted once", field="page_ids", value=int(in_order[repeated[0]]))
