@@ -5,7 +5,7 @@ UCX is loaded when the first pool is made, not by importing this room.
 """
 
 from hurray_rdma.cache.allocator import Lease, LeaseState, PageAccounts, PageAllocator
-from hurray_rdma.cache.describe import spec_of
+from hurray_rdma.cache.describe import spec_from, spec_of
 from hurray_rdma.cache.groups import PoolGroups, SnapshotGroups
 from hurray_rdma.cache.keys import KEY_NBYTES, page_keys, snapshot_keys
 from hurray_rdma.cache.layout import Part, PoolLayout, Segment, page_nbytes_of, parts_of
@@ -35,5 +35,6 @@ __all__ = [
     "page_nbytes_of",
     "parts_of",
     "snapshot_keys",
+    "spec_from",
     "spec_of",
 ]

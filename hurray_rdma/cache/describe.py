@@ -12,7 +12,7 @@ from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import Descriptor, ElementType, PerBlockAffine
 
-__all__ = ["spec_of"]
+__all__ = ["spec_from", "spec_of"]
 
 _MUST_EQUAL = (
     "element_type",
@@ -54,14 +54,44 @@ def spec_of(
                     field=f"descriptors[{index}].{name}",
                     value=getattr(each, name),
                 )
+    layers = tuple(dict.fromkeys(_layer(index, each) for index, each in enumerate(descriptors)))
+    roles = tuple(each.kv_role.name.lower() for each in descriptors if each.layer_index == layers[0])
+    spec = spec_from(first, roles=roles, layers=layers, order=order, head_offset=head_offset, total_heads=total_heads)
+    given = tuple((each.kv_role.name.lower(), each.layer_index) for each in descriptors)
+    if given != spec.tensors:
+        at = next((i for i, (a, b) in enumerate(zip(given, spec.tensors, strict=False)) if a != b), len(given))
+        raise GeometryError(
+            f"must be each of {roles} of each of {len(layers)} layers, layer by layer",
+            field=f"descriptors[{at}]" if at < len(given) else "len(descriptors)",
+            value=given[at] if at < len(given) else len(given),
+        )
+    return spec
+
+
+def spec_from(
+    first: Descriptor,
+    *,
+    roles: tuple[str, ...],
+    layers: tuple[int, ...],
+    order: PageOrder | str = PageOrder.NHD,
+    head_offset: int = 0,
+    total_heads: int | None = None,
+) -> CacheSpec:
+    """As `spec_of`, of the descriptors that differ from ``first`` in role and layer alone.
+
+    Args:
+        first: of any of the roles and layers.
+        roles, layers, order, head_offset, total_heads: as of `CacheSpec`.
+
+    Raises:
+        GeometryError: they describe no cache that this engine moves.
+    """
     if not isinstance(first.element_type, ElementType):
         raise GeometryError(
             "is a private type", field="descriptors[0].element_type", value=first.element_type.wire_name
         )
-    layers = tuple(dict.fromkeys(_layer(index, each) for index, each in enumerate(descriptors)))
-    roles = tuple(each.kv_role.name.lower() for each in descriptors if each.layer_index == layers[0])
     scales = _scales(first)
-    spec = CacheSpec(
+    return CacheSpec(
         num_layers=len(layers),
         num_heads=first.num_heads,
         head_dim=first.head_dim,
@@ -74,15 +104,6 @@ def spec_of(
         scale_dtype=None if scales is None else scales.scale_type.wire_name,
         zero_points=scales is not None and scales.zero_point_buffer_index is not None,
     ).with_order(order)
-    given = tuple((each.kv_role.name.lower(), each.layer_index) for each in descriptors)
-    if given != spec.tensors:
-        at = next((i for i, (a, b) in enumerate(zip(given, spec.tensors, strict=False)) if a != b), len(given))
-        raise GeometryError(
-            f"must be each of {roles} of each of {len(layers)} layers, layer by layer",
-            field=f"descriptors[{at}]" if at < len(given) else "len(descriptors)",
-            value=given[at] if at < len(given) else len(given),
-        )
-    return spec
 
 
 def _layer(index: int, descriptor: Descriptor) -> int:

@@ -15,7 +15,17 @@ from hurray_rdma.cache.indices import check_indices
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import Descriptor, DeviceTag, ElementType, KvRole, PerBlockAffine, dequantize
+from hurray_rdma.format import (
+    Descriptor,
+    DeviceTag,
+    Dialect,
+    DialectName,
+    ElementType,
+    KvRole,
+    PerBlockAffine,
+    dequantize,
+    encode_tensors,
+)
 
 __all__ = ["Snapshot"]
 
@@ -89,24 +99,13 @@ class Snapshot:
 
         They describe this snapshot's ``block_table`` and ``seq_ptr`` as they are.
         """
-        spec = self.pool.spec
-        (role, layer), *_ = spec.tensors
-        first = Descriptor.paged(
-            element_type=spec.element_type,
-            total_tokens=self.total_tokens,
-            num_heads=spec.num_heads,
-            head_dim=spec.head_dim,
-            page_size=spec.page_size,
-            num_pages=self.pool.num_pages,
-            num_seqs=self.num_seqs,
-            block_table_length=len(self.block_table),
-            kv_role=role,
-            layer_index=layer,
-            device_tag=DeviceTag.CPU if self.pool.device == "cpu" else DeviceTag.CUDA,
-            alignment=_ALIGNMENT_NBYTES,
-            quantization=_quantization(spec),
-        )
-        return list(first.for_tensors((KvRole[role.upper()], layer) for role, layer in spec.tensors))
+        tensors = self.pool.spec.tensors
+        return list(self._descriptor(*tensors[0]).for_tensors((KvRole.from_name(role), n) for role, n in tensors))
+
+    def encode_descriptors(self, *, dialect: Dialect | DialectName = Dialect.ADR_024) -> bytes:
+        """The bytes of `descriptors`, one after the other, without making each of them."""
+        tensors = self.pool.spec.tensors
+        return encode_tensors(self._descriptor(*tensors[0]), tensors, dialect=dialect)
 
     def tokens(self, role: str, *, layer: int, seq: int) -> Any:
         """A gathered copy of one sequence, ``[seq_len, num_heads, row_items]``, whatever the order inside pages.
@@ -136,7 +135,7 @@ class Snapshot:
         self._check_seq(seq)
         pages = pool.pages(role, layer)
         return dequantize(
-            self.descriptors()[spec.index(role, layer)],
+            self._descriptor(role, layer),
             pages.swapaxes(1, 2) if spec.order is PageOrder.HND else pages,
             block_table=self.block_table,
             seq_ptr=self.seq_ptr,
@@ -148,6 +147,24 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.num_seqs} sequences, {self.total_tokens} tokens, {len(self.block_table)} entries>"
+
+    def _descriptor(self, role: str, layer: int) -> Descriptor:
+        spec = self.pool.spec
+        return Descriptor.paged(
+            element_type=spec.element_type,
+            total_tokens=self.total_tokens,
+            num_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            page_size=spec.page_size,
+            num_pages=self.pool.num_pages,
+            num_seqs=self.num_seqs,
+            block_table_length=len(self.block_table),
+            kv_role=role,
+            layer_index=layer,
+            device_tag=DeviceTag.CPU if self.pool.device == "cpu" else DeviceTag.CUDA,
+            alignment=_ALIGNMENT_NBYTES,
+            quantization=_quantization(spec),
+        )
 
     def _check_seq(self, seq: int) -> int:
         if not 0 <= seq < self.num_seqs:

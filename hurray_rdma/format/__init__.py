@@ -8,7 +8,7 @@ from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.annotate import AnnotatedField, Annotation
 from hurray_rdma.format.annotate_messages import annotate
 from hurray_rdma.format.buffers import BufferEntry
-from hurray_rdma.format.codec import decode, descriptor_length, encode, encode_many
+from hurray_rdma.format.codec import decode, descriptor_length, encode, encode_many, encode_tensors
 from hurray_rdma.format.dequantize import dequantize
 from hurray_rdma.format.descriptor import Descriptor
 from hurray_rdma.format.dtypes import (
@@ -89,6 +89,7 @@ __all__ = [
     "encode",
     "encode_many",
     "encode_quantization",
+    "encode_tensors",
     "iter_descriptors",
     "numpy_dtype",
     "pack_codes",

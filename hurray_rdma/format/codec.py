@@ -12,7 +12,7 @@ from struct import Struct
 from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.buffers import ENTRY, BufferEntry
 from hurray_rdma.format.cursor import BytesLike, Cursor
-from hurray_rdma.format.descriptor import Descriptor
+from hurray_rdma.format.descriptor import Descriptor, check_tensor
 from hurray_rdma.format.elements import BY_TAG, ExtensionType, type_tag_rule
 from hurray_rdma.format.quantization import Quantization, decode_quantization, encode_quantization
 from hurray_rdma.format.rules import OFFSETS, U32
@@ -27,7 +27,7 @@ from hurray_rdma.format.sections import (
 )
 from hurray_rdma.format.tags import Dialect, DialectName, IndexType, KvRole, is_private, layout_name
 
-__all__ = ["HEADER_NBYTES", "PREFIX_NBYTES", "decode", "descriptor_length", "encode", "encode_many"]
+__all__ = ["HEADER_NBYTES", "PREFIX_NBYTES", "decode", "descriptor_length", "encode", "encode_many", "encode_tensors"]
 
 MAGIC = b"HRRY"
 PREFIX_NBYTES = 10
@@ -47,6 +47,7 @@ _ROLE_AND_LAYER = Struct("<BI")
 _HEAD_FIELDS = Struct("<BBHIB")
 
 _ROLES: dict[int, KvRole] = {each.value: each for each in KvRole}
+_ROLES_BY_NAME: dict[object, KvRole] = {each.wire_name: each for each in KvRole}
 _INDEX_TYPES: dict[int, IndexType] = {each.value: each for each in IndexType}
 _RESERVED6 = bytes(6)
 
@@ -249,6 +250,32 @@ def encode_many(descriptors: Iterable[Descriptor], *, dialect: Dialect | Dialect
         out += template
         layer = U32 if descriptor.layer_index is None else descriptor.layer_index
         _ROLE_AND_LAYER.pack_into(out, start, descriptor.kv_role, layer)
+    return bytes(out)
+
+
+def encode_tensors(
+    first: Descriptor,
+    tensors: Iterable[tuple[KvRole | str, int | None]],
+    *,
+    dialect: Dialect | DialectName = Dialect.ADR_024,
+) -> bytes:
+    """``encode_many(first.for_tensors(tensors))`` without making the descriptors: a fraction of a microsecond for each.
+
+    Args:
+        first: what they share; its own role and layer do not count.
+        tensors: (role or its name, layer) of each, in order.
+        dialect: as in `encode`.
+
+    Raises:
+        DescriptorError: as `encode`, or a role or layer is out of range.
+    """
+    wanted = tuple(tensors)
+    template = encode(first, dialect=dialect)
+    out = bytearray(template * len(wanted))
+    for start, (role, layer) in zip(range(OFFSETS["kv_role"], len(out), len(template)), wanted, strict=False):
+        kv_role = _ROLES_BY_NAME.get(role, role)
+        check_tensor(kv_role, layer)
+        _ROLE_AND_LAYER.pack_into(out, start, kv_role, U32 if layer is None else layer)
     return bytes(out)
 
 

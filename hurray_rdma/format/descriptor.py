@@ -160,11 +160,7 @@ class Descriptor:
         Raises:
             DescriptorError: the role or the layer is out of range.
         """
-        if not isinstance(kv_role, KvRole):
-            raise DescriptorError("must be a KvRole", field="kv_role", value=kv_role, offset=72)
-        if layer_index is not None and (not is_integer(layer_index) or not 0 <= layer_index < 0xFFFFFFFF):
-            rule = "must be an integer in 0..4294967294; None is not layer-scoped"
-            raise DescriptorError(rule, field="layer_index", value=layer_index, offset=73)
+        check_tensor(kv_role, layer_index)
         other = object.__new__(type(self))
         put = object.__setattr__
         for name in _COPIED:
@@ -179,6 +175,15 @@ class Descriptor:
 
 
 _COPIED = tuple(name for name in Descriptor.__slots__ if name not in ("kv_role", "layer_index"))
+
+
+def check_tensor(kv_role: object, layer_index: int | None) -> None:
+    """Raises DescriptorError unless a descriptor may have this role and layer."""
+    if not isinstance(kv_role, KvRole):
+        raise DescriptorError("must be a KvRole", field="kv_role", value=kv_role, offset=72)
+    if layer_index is not None and (not is_integer(layer_index) or not 0 <= layer_index < 0xFFFFFFFF):
+        rule = "must be an integer in 0..4294967294; None is not layer-scoped"
+        raise DescriptorError(rule, field="layer_index", value=layer_index, offset=73)
 
 
 def _count(name: str, value: int) -> int:

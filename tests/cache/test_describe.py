@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hurray_rdma.cache import CacheSpec, PagePool, Snapshot, spec_of
+from hurray_rdma.cache import CacheSpec, PagePool, Snapshot, spec_from, spec_of
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import Descriptor, PerBlockAffine, PerTensorAffine, decode, encode
 
@@ -37,6 +37,18 @@ def test_a_spec_survives_its_descriptors(changes: dict[str, Any]) -> None:
     spec = CacheSpec(**(BASE | changes))
     found = spec_of(descriptors(spec), order=spec.order, head_offset=spec.head_offset, total_heads=spec.total_heads)
     assert found == spec
+    for each in descriptors(spec):
+        assert (
+            spec_from(
+                each,
+                roles=spec.roles,
+                layers=spec.layer_indices,
+                order=spec.order,
+                head_offset=spec.head_offset,
+                total_heads=spec.total_heads,
+            )
+            == spec
+        )
 
 
 def test_scales_are_buffers_of_the_descriptor() -> None:

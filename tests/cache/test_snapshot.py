@@ -10,7 +10,7 @@ import pytest
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import KvRole
+from hurray_rdma.format import DialectName, KvRole, encode
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, head_dim=4, page_size=3, dtype="bfloat16")
 
@@ -73,6 +73,13 @@ def test_one_descriptor_per_role_and_layer(pool: PagePool) -> None:
     first = descriptors[0]
     assert (first.total_tokens, first.num_heads, first.head_dim) == (8, 2, 4)
     assert (first.page_size, first.num_pages, first.num_seqs) == (3, 10, 2)
+
+
+@pytest.mark.parametrize("dialect", ["adr-024", "hurray-0.2"])
+def test_descriptors_as_bytes(pool: PagePool, dialect: DialectName) -> None:
+    snapshot = Snapshot.from_block_tables(pool, [[7, 3], [7]], seq_lens=[5, 3])
+    expected = b"".join(encode(each, dialect=dialect) for each in snapshot.descriptors())
+    assert snapshot.encode_descriptors(dialect=dialect) == expected
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hurray_rdma.format import (
     descriptor_length,
     encode,
     encode_many,
+    encode_tensors,
     iter_descriptors,
 )
 
@@ -45,6 +46,32 @@ def test_encode_many_is_encode_of_each(dialect: str) -> None:
     again = list(iter_descriptors(whole))
     assert [(each.kv_role, each.layer_index) for each in again] == TENSORS
     assert again == list(MANY)
+
+
+@pytest.mark.parametrize("dialect", ["adr-024", "hurray-0.2"])
+def test_encode_tensors_is_encode_many_of_them(dialect: str) -> None:
+    tensors = [*TENSORS, (KvRole.FUSED, None)]
+    expected = b"".join(encode(each, dialect=dialect) for each in ONE.for_tensors(tensors))  # type: ignore[arg-type]
+    assert encode_tensors(MANY[7], tensors, dialect=dialect) == expected  # type: ignore[arg-type]
+    named = [(role.wire_name, layer) for role, layer in tensors]
+    assert encode_tensors(ONE, iter(named), dialect=dialect) == expected  # type: ignore[arg-type]
+    assert encode_tensors(ONE, []) == b""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "field"),
+    [
+        (("key", -1), "layer_index"),
+        (("key", 0xFFFFFFFF), "layer_index"),
+        (("key", 1.5), "layer_index"),
+        (("query", 0), "kv_role"),
+        ((1, 0), "kv_role"),
+    ],
+)
+def test_encode_tensors_checks_what_it_changes(tensor: Any, field: str) -> None:
+    with pytest.raises(DescriptorError) as caught:
+        encode_tensors(ONE, [("key", 0), tensor])
+    assert caught.value.field == field
 
 
 def test_encode_many_notices_other_differences() -> None:
