@@ -10,8 +10,8 @@ A transfer, seen from either side::
        |                  |                                             |
        +--REFUSE--> REFUSED    any of the three --ABORT--> STOPPING --QUIET--> STOPPED
 
-A push and a pull walk the same way. In a pull PUBLISHED is the GRANT, the reader's END is the LAST_END, and what is
-said here of writing holds for reading: the pages are the server's source, under lease from GRANT to ACKNOWLEDGE or QUIET.
+A push and a pull walk the same way. In a pull PUBLISHED is the GRANT and the reader's END is the LAST_END, and what is
+said here of writing holds for reading: the server's source pages are under lease from GRANT to ACKNOWLEDGE or QUIET.
 
 Once both sides have seen GRANT, pages may be written at any time until QUIET or ACKNOWLEDGE. So an ERROR after a grant
 (REFUSE in GRANTED or ENDED) leads to STOPPING like an abort does, and a QUIET whose ABORT was lost counts for both.
