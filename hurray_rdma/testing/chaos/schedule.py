@@ -1,0 +1,272 @@
+"""Draws scenes from a seed: who plays, and which fault strikes when. The same seed draws the same scenes.
+
+A scene is drawn whole before it is played, so that what happens in it cannot change what comes. It knows nothing of
+processes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from hurray_rdma.control.codes import MessageType
+from hurray_rdma.testing.chaos.faults import Action, Direction
+from hurray_rdma.testing.chaos.recipe import Receipt, Recipe
+from hurray_rdma.testing.chaos.words import SIZES, How, Lane, Send, Size
+
+__all__ = ["KINDS", "MESSAGES", "Blow", "Cast", "Episode", "ScenePlan", "Spoil", "draw_scene"]
+
+LEASE_S = 1.0
+"""Leases of every engine in a scene."""
+SEND_S = 2.0
+"""Budget of each send."""
+
+Carrier = Literal["send", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
+"""What makes a message of some kind come by."""
+
+_C, _S = Direction.TO_CLIENT, Direction.TO_SERVER
+MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
+    (_S, MessageType.CLIENT_HELLO): "connect",
+    (_C, MessageType.SERVER_HELLO): "connect",
+    (_S, MessageType.SESSION): "connect",
+    (_C, MessageType.SESSION): "connect",
+    (_C, MessageType.POOL): "connect",
+    (_S, MessageType.OFFER): "send",
+    (_C, MessageType.GRANT): "send",
+    (_S, MessageType.TENSOR_DATA_END): "send",
+    (_C, MessageType.TENSOR_PUT_ACK): "send",
+    (_S, MessageType.ABORT): "sender aborts",
+    (_C, MessageType.ABORT): "receiver aborts",
+    (_S, MessageType.QUIET): "sender aborts",
+    (_C, MessageType.ERROR): "too large",
+    (_S, MessageType.PING): "slow",
+    (_C, MessageType.PING): "slow",
+    (_S, MessageType.PONG): "slow",
+    (_C, MessageType.PONG): "slow",
+}
+"""Every message that passes in a session, and what brings it about."""
+
+BLOWS: dict[str, float] = {
+    "SIGKILL of a sender": 0.5,
+    "SIGKILL of a receiver": 0.5,
+    "SIGSTOP of a sender, short": 2,
+    "SIGSTOP of a sender, beyond its lease": 1,
+    "SIGSTOP of a receiver, short": 2,
+    "SIGSTOP of a receiver, beyond leases": 1,
+    "SIGSTOP of a sender, beyond the session": 0.2,
+    "SIGSTOP of a receiver, beyond the session": 0.2,
+    "a sender's engine closes": 2,
+    "a receiver's engine closes": 1,
+    "abort by the sender before the grant": 2,
+    "abort by the sender between layers": 2,
+    "abort by the sender after the last layer": 2,
+    "a send is cancelled": 2,
+    "abort by the receiver at once": 2,
+    "abort by the receiver after a layer": 2,
+    "more senders than pages": 3,
+    "late release": 2,
+    "an offer that never fits": 1,
+    "the connection is cut": 2,
+}
+"""Faults that are not of one message, and how often each is drawn."""
+
+KINDS: tuple[str, ...] = (
+    *(f"{action.value} {kind.name} {direction.value}" for direction, kind in MESSAGES for action in Action),
+    *BLOWS,
+)
+"""Every kind of fault."""
+
+_SPOILED_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who plays a scene."""
+
+    lane: Lane
+    size: Size
+    num_receivers: int
+    num_senders: int
+    """Sender i sends to receiver ``i % num_receivers``."""
+    receiver_pages: int
+    sender_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spoil:
+    """One message of the struck sender's connection is spoiled."""
+
+    action: Action
+    kind: MessageType
+    direction: Direction
+    nth: int
+    seconds: float
+    keep_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """What happens to a process, ``after_s`` seconds after the sends began."""
+
+    what: Literal["kill", "stop", "reopen", "cut"]
+    whom: Literal["sender", "receiver"]
+    after_s: float
+    for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One fault, and the transfers it strikes."""
+
+    kind: str
+    """One of `KINDS`."""
+    struck: int
+    """Sender that it is about."""
+    sends: tuple[tuple[int, Send], ...]
+    """(sender, what it sends), all at once."""
+    spoil: Spoil | None = None
+    blow: Blow | None = None
+    cut_before: bool = False
+    """The connection is cut first, so that a handshake comes by."""
+    all_succeed: bool = False
+    """The fault is one that no send may fail of."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScenePlan:
+    """One scene."""
+
+    seed: int
+    index: int
+    cast: Cast
+    episodes: tuple[Episode, ...]
+
+
+def draw_scene(seed: int, index: int, *, num_episodes: int) -> ScenePlan:
+    """Scene ``index`` of a seed; its first episodes are the same whatever their number.
+
+    Args:
+        seed: any integer.
+        index: scenes are independent of each other.
+        num_episodes: how many faults.
+    """
+    dice = random.Random(f"{seed}/{index}")
+    num_receivers = dice.choice((1, 1, 2))
+    receiver_pages = dice.randint(8, 20)
+    cast = Cast(
+        lane=dice.choices(("mapped", "cma", "tcp"), (5, 3, 2))[0],
+        size=dice.choices(tuple(SIZES), (1, 1))[0],
+        num_receivers=num_receivers,
+        num_senders=dice.randint(num_receivers, 4 - num_receivers),
+        receiver_pages=receiver_pages,
+        sender_pages=6 * receiver_pages,
+    )
+    drawer = _Drawer(dice, cast)
+    return ScenePlan(seed, index, cast, tuple(drawer.episode(number) for number in range(num_episodes)))
+
+
+class _Drawer:
+    """Draws the episodes of one scene."""
+
+    def __init__(self, dice: random.Random, cast: Cast) -> None:
+        self._dice = dice
+        self._cast = cast
+
+    def episode(self, number: int) -> Episode:
+        dice = self._dice
+        struck = dice.randrange(self._cast.num_senders)
+        self._name, self._count = f"e{number}", 0
+        if dice.random() < _SPOILED_SHARE:
+            return self._spoiled(struck)
+        kind = dice.choices(tuple(BLOWS), tuple(BLOWS.values()))[0]
+        return self._blown(kind, struck)
+
+    def _send(
+        self,
+        how: How = "whole",
+        *,
+        pause_s: float = 0.0,
+        receipt: Receipt = "take",
+        hold_s: float = 0.0,
+        num_pages: int | None = None,
+        timeout_s: float = SEND_S,
+    ) -> Send:
+        self._count += 1
+        count = self._dice.randint(1, self._cast.receiver_pages // 2) if num_pages is None else num_pages
+        recipe = Recipe(f"{self._name}.{self._count}", self._dice.getrandbits(32), count, receipt, hold_s)
+        return Send(recipe, how, pause_s, timeout_s)
+
+    def _spoiled(self, struck: int) -> Episode:
+        dice = self._dice
+        (direction, kind), carrier = dice.choice(tuple(MESSAGES.items()))
+        action = dice.choice(tuple(Action))
+        many = kind is MessageType.TENSOR_DATA_END
+        spoil = Spoil(
+            action=action,
+            kind=kind,
+            direction=direction,
+            nth=dice.randint(1, 6) if many else 1,
+            seconds=round(dice.choice((dice.uniform(0.01, 0.3), dice.uniform(0.3, 1.0), dice.uniform(1.0, 2.5))), 3),
+            keep_nbytes=dice.choice((0, dice.randint(1, 11), 12, dice.randint(13, 200))),
+        )
+        pause_s = 0.4 if carrier == "slow" else dice.choice((0.0, 0.0, 0.01))
+        match carrier:
+            case "sender aborts":
+                send = self._send("abort between layers", pause_s=pause_s)
+            case "receiver aborts":
+                send = self._send("layers", pause_s=0.02, receipt="abort after a layer")
+            case "too large":
+                send = self._send(num_pages=2 * self._cast.receiver_pages)
+            case "slow":
+                send = self._send("layers", pause_s=pause_s)
+            case _:
+                send = self._send(dice.choice(("whole", "layers")), pause_s=pause_s)
+        label = f"{action.value} {kind.name} {direction.value}"
+        return Episode(label, struck, ((struck, send),), spoil=spoil, cut_before=carrier == "connect")
+
+    def _blown(self, kind: str, struck: int) -> Episode:
+        dice, whom = self._dice, "receiver" if "receiver" in kind else "sender"
+        sends: list[tuple[int, Send]] = []
+        blow, all_succeed = None, False
+        if kind.startswith("SIG") or "closes" in kind or "cut" in kind:
+            what = {"SIGKILL": "kill", "SIGSTOP": "stop"}.get(kind.split(maxsplit=1)[0], "reopen")
+            for_s = (
+                6.0
+                if "session" in kind
+                else round(dice.uniform(1.2, 2.6) if "beyond" in kind else dice.uniform(0, 0.4), 3)
+            )
+            after_s = round(dice.choice((0.0, dice.uniform(0, 0.005), dice.uniform(0, 0.05))), 5)
+            blow = Blow("cut" if "cut" in kind else what, whom, after_s, for_s if what == "stop" else 0.0)  # type: ignore[arg-type]
+            for sender in range(self._cast.num_senders):
+                how: How = dice.choice(("whole", "layers", "layers"))
+                sends.append((sender, self._send(how, pause_s=dice.choice((0.0, 0.002, 0.02)))))
+        elif kind == "more senders than pages":
+            all_succeed = True
+            for sender in range(self._cast.num_senders):
+                sends += [(sender, self._send(hold_s=0.005, timeout_s=10.0)) for _ in range(dice.randint(6, 10))]
+        elif kind == "late release":
+            all_succeed = True
+            hold_s = round(dice.uniform(0.1, 1.5), 3)
+            sends = [(struck, self._send(hold_s=hold_s, timeout_s=10.0)) for _ in range(3)]
+        elif kind == "an offer that never fits":
+            sends = [(struck, self._send(num_pages=self._cast.receiver_pages + 1)), (struck, self._send())]
+        else:
+            sends = [(struck, self._aborted(kind))]
+        return Episode(kind, struck, tuple(sends), blow=blow, all_succeed=all_succeed)
+
+    def _aborted(self, kind: str) -> Send:
+        short_s = round(self._dice.choice((0.0, self._dice.uniform(0, 0.003))), 5)
+        match kind:
+            case "abort by the sender before the grant":
+                return self._send("abort before grant", pause_s=short_s)
+            case "abort by the sender between layers":
+                return self._send("abort between layers", pause_s=short_s)
+            case "abort by the sender after the last layer":
+                return self._send("abort after last")
+            case "a send is cancelled":
+                return self._send("cancel", pause_s=short_s)
+            case "abort by the receiver at once":
+                return self._send("layers", pause_s=short_s, receipt="abort at once")
+            case _:
+                return self._send("layers", pause_s=short_s, receipt="abort after a layer")
