@@ -31,7 +31,7 @@ from hurray_rdma.control.messages import (
     TensorPutAck,
     TensorRequest,
 )
-from hurray_rdma.control.offers import Grant, Offer
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError, ProtocolError
 
@@ -80,6 +80,11 @@ LITERAL: list[tuple[Message, int, str]] = [
     (RdmaReady(), 2, "0d000000 02000000 00000000"),
     (Quiet(), 2, "f5000000 02000000 00000000"),
     (Abort(0xF6, "why"), 2, "f4000000 02000000 07000000 92 ccf6 a3 776879"),
+    (
+        Fetch(key="k", deadline_s=1.0, lane="cma", path="mapped"),
+        2,
+        "f6000000 02000000 17000000 94 a1 6b cb 3ff0000000000000 a3 636d61 a6 6d6170706564",
+    ),
 ]
 
 
@@ -111,6 +116,66 @@ def test_every_cut_payload_is_malformed(message: Message, stream_id: int, wire: 
     if not isinstance(message, TensorDataMessage):
         longer = kind + struct.pack("<II", stream_id, len(payload) + 1) + payload + b"\0"
         assert isinstance(decode_one(longer), Malformed)
+
+
+# One sequence of 3 tokens in page 5, for pool 1 in generation 2; the fields that OFFER and PUBLISHED begin with.
+ONE_PAGE = {
+    "pool_id": 1,
+    "generation": 2,
+    "descriptors": DESCRIPTOR,
+    "block_table": np.array([5], np.uint32),
+    "seq_ptr": np.array([0, 1], np.uint32),
+    "seq_lens": np.array([3], np.uint32),
+}
+ONE_PAGE_WIRE = (
+    f"01 02 c415 {DESCRIPTOR.hex()} c404 05000000 c408 00000000 01000000 c404 03000000 a3 4e4844 00 00 c400 00"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "wire"),
+    [
+        (
+            Offer(key="k", deadline_s=1.0, lane="", path="put", **ONE_PAGE),  # type: ignore[arg-type]
+            f"9f {ONE_PAGE_WIRE} a1 6b cb 3ff0000000000000 a0 a3 707574",
+        ),
+        (Published(lease_s=20, **ONE_PAGE), f"9c {ONE_PAGE_WIRE} cb 4034000000000000"),  # type: ignore[arg-type]
+        (Grant(generation=2, page_ids=[5], lease_s=20), "94 02 c404 05000000 c400 cb 4034000000000000"),  # type: ignore[arg-type]
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_literal_payloads_with_arrays(message: Message, wire: str) -> None:
+    assert encode(message, 2)[12:] == bytes.fromhex(wire)
+    assert encode(decode_one(encode(message, 2)), 2)[12:] == bytes.fromhex(wire)
+
+
+def test_every_cut_of_a_message_with_arrays_is_malformed(
+    make_offer: Callable[..., Offer],
+    make_published: Callable[..., Published],
+    make_pool: Callable[..., Pool],
+    grant: Grant,
+) -> None:
+    session = SessionMessage(engine_name="e", token="t", host_id=b"h", worker_address=b"w", heartbeat_s=0.5)
+    for message in (session, make_pool(name="n"), make_offer(), make_published(), grant):
+        data = encode(message, 2)
+        for length in range(len(data) - 12):
+            cut = decode_one(data[:8] + struct.pack("<I", length) + data[12 : 12 + length])
+            assert isinstance(cut, Malformed), (message, length)
+            assert cut.error.code == ErrorCode.INVALID_MESSAGE
+        longer = decode_one(data[:8] + struct.pack("<I", len(data) - 11) + data[12:] + b"\0")
+        assert isinstance(longer, Malformed)
+
+
+def test_a_published_snapshot_survives_the_way(make_published: Callable[..., Published]) -> None:
+    keys = np.arange(4 * 32, dtype=np.uint8).reshape(4, 32)
+    published = make_published(page_keys=keys, order="HND", head_offset=2, total_heads=8)
+    again = decode_one(encode(published, 2))
+    assert isinstance(again, Published)
+    for name in ("block_table", "seq_ptr", "seq_lens", "page_keys"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(published, name))
+    for name in ("pool_id", "generation", "descriptors", "order", "head_offset", "total_heads", "lease_s"):
+        assert getattr(again, name) == getattr(published, name)
+    assert again.num_descriptors == 4
 
 
 def test_private_messages_survive_the_way(
@@ -195,6 +260,41 @@ def test_bad_offers_cannot_be_made(
         make_offer(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"lease_s": 0.0}, ConfigError, "lease_s"),
+        ({"lease_s": float("inf")}, ConfigError, "lease_s"),
+        ({"pool_id": 2**32}, ConfigError, "pool_id"),
+        ({"generation": -1}, ConfigError, "generation"),
+        ({"order": "N" * 33}, ConfigError, "order has 33 characters; at most 32"),
+        ({"seq_ptr": [0, 5, 4]}, GeometryError, r"seq_ptr\[2\] = 4: is below seq_ptr\[1\] = 5"),
+        ({"descriptors": b""}, DescriptorError, "at least one descriptor"),
+        ({"page_keys": np.zeros((3, 32), np.uint8)}, GeometryError, "the 4 entries"),
+    ],
+)
+def test_bad_published_snapshots_cannot_be_made(
+    changes: dict[str, object], kind: type[Exception], text: str, make_published: Callable[..., Published]
+) -> None:
+    with pytest.raises(kind, match=text):
+        make_published(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"key": "k" * 1025}, "at most 1024"),
+        ({"deadline_s": -1.0}, "deadline_s"),
+        ({"deadline_s": 8 * 86400.0}, "at most 604800"),
+        ({"lane": "x" * 65}, "at most 64"),
+        ({"path": "MAPPED"}, "one of mapped, put, frames"),
+    ],
+)
+def test_bad_fetches_cannot_be_made(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Fetch(**({"key": "k", "deadline_s": 1.0} | changes))  # type: ignore[arg-type]
+
+
 REGION = PoolRegion(remote_addr=0x1000, nbytes=4 * 1280, rkey=b"rkey")
 
 
@@ -263,6 +363,19 @@ def test_a_page_granted_twice() -> None:
         (0xF3, (1, b"\0\0\0\0", b"\0\0", 1.0)),
         (0xF3, (-1, b"", b"", 1.0)),
         (0xF3, {"generation": 1, "page_ids": b"", "resident": b"", "lease_s": 1.0}),
+        (0xF6, ("k", 1.0, "cma")),
+        (0xF6, ("k", 1.0, "cma", "get")),
+        (0xF6, ("k", 1.0, "c" * 65, "put")),
+        (0xF6, ("k" * 1025, 1.0, "cma", "put")),
+        (0xF6, ("k", float("nan"), "cma", "put")),
+        (0xF6, (b"k", 1.0, "cma", "put")),
+        (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0)),
+        (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 0.0)),
+        (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0, "more")),
+        (0xF7, (1, 1, b"", b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
+        (0xF7, (1, -1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
+        (0xF7, (1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
+        (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0\1\0\0\0", b"\1\0\0\0", "NHD", 0, 0, b"", 0, 1.0)),
         (0xF4, (2**32, "reason")),
         (0xF4, (1, "r" * 4097)),
     ],
@@ -373,21 +486,42 @@ def test_any_messagepack_value_as_private_payload(kind: int, value: object) -> N
     assert not isinstance(message, Malformed) or message.error.code == ErrorCode.INVALID_MESSAGE
 
 
-@settings(max_examples=400, deadline=None)
-@given(data=st.data())
-def test_mutated_offers(data: st.DataObject) -> None:
-    offer = Offer(
-        key="k",
+PRIVATE = [
+    SessionMessage(engine_name="e", token="t", host_id=b"h", process_id=b"p", worker_address=b"w", heartbeat_s=0.5),
+    Pool(
         pool_id=1,
-        generation=1,
-        descriptors=DESCRIPTOR,
-        block_table=[1, 2],
-        seq_ptr=[0, 2],
-        seq_lens=[5],
-        deadline_s=1,
-    )
-    frame = bytearray(encode(offer, 2))
+        generation=2,
+        name="n",
+        num_pages=4,
+        layers=(0, 1),
+        num_heads=1,
+        head_dim=8,
+        page_size=4,
+        dtype="int8",
+        roles=("key",),
+        total_heads=1,
+        regions=(REGION,),
+        segments=(PoolSegment(0, 0, 32, 8, 8), PoolSegment(0, 128, 32, 8, 8)),
+    ),
+    Offer(key="k", deadline_s=1, lane="cma", **ONE_PAGE),  # type: ignore[arg-type]
+    Grant(generation=2, page_ids=np.array([5, 1]), resident=np.array([True, False]), lease_s=20),
+    Abort(0xF6, "why"),
+    Fetch(key="k", deadline_s=1, lane="cma"),
+    Published(lease_s=20, page_keys=np.ones((1, 16), np.uint8), **ONE_PAGE),  # type: ignore[arg-type]
+]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(data=st.data())
+def test_mutated_private_messages(data: st.DataObject) -> None:
+    message = data.draw(st.sampled_from(PRIVATE))
+    frame = bytearray(encode(message, 2))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(12, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    message = decode_one(bytes(frame))
-    assert isinstance(message, Offer | Malformed)
+    cut = data.draw(st.integers(0, len(frame)))
+    decoder = FrameDecoder(1 << 20)
+    ((stream_id, again),) = [*decoder.feed(bytes(frame[:cut])), *decoder.feed(bytes(frame[cut:]))]
+    assert stream_id == 2
+    assert isinstance(again, type(message) | Malformed)
+    if isinstance(again, Malformed):
+        assert again.error.code == ErrorCode.INVALID_MESSAGE
