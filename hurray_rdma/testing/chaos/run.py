@@ -84,7 +84,7 @@ async def run_chaos(
         on_episode: called after each fault.
     """
     report, started = ChaosReport(seed), time.monotonic()
-    num_beside = 3 * (os.cpu_count() or 1)
+    num_beside = 4 * (os.cpu_count() or 1)
     length = min(EPISODES_OF_A_SCENE, -(-num_faults // num_beside))
     lengths = [length] * (num_faults // length) + ([num_faults % length] if num_faults % length else [])
     one = [] if scene is None else [(scene, min(num_faults, EPISODES_OF_A_SCENE))]

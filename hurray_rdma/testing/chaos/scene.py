@@ -33,8 +33,8 @@ from hurray_rdma.testing.chaos.words import (
 
 __all__ = ["EpisodeResult", "SceneResult", "play_scene"]
 
-_TIMEOUT_S = 5.0
-_SETTLES_S = 12.0
+_TIMEOUT_S = 3.0
+_SETTLES_S = 8.0
 _PROBES_S = 15.0
 _SPARE_S = 3.0
 
