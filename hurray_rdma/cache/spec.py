@@ -36,8 +36,8 @@ class PageOrder(StrEnum):
 class CacheSpec:
     """Geometry of one cache: pages of ``page_size`` tokens, for each role of each layer.
 
-    `dataclasses.replace` makes another one: ``replace(spec, num_layers=16)`` has layers 0 to 15, and
-    ``replace(spec, num_heads=2)`` is a model of two heads, unless ``layers`` or ``total_heads`` say otherwise.
+    Two are equal if they describe the same cache, whether ``layers`` and ``total_heads`` were given or follow.
+    `dataclasses.replace` keeps what was given, and what follows does so anew.
 
     Raises:
         GeometryError: a field is out of its range; the message names it.
@@ -57,19 +57,22 @@ class CacheSpec:
     """``"key"`` and ``"value"``, or ``"fused"`` alone."""
     order: PageOrder = PageOrder.NHD
     """Order of the axes inside a page."""
-    layers: tuple[int, ...] | None = None
-    """The model's index of each layer, ascending; None is 0 to num_layers - 1, and stands there for just that. A hybrid
-    model's cache groups have some of the layers each. See `layer_indices`."""
+    layers: tuple[int, ...] | None = field(default=None, compare=False)
+    """The model's index of each layer, ascending; None is 0 to num_layers - 1. A hybrid model's cache groups have some
+    of the layers each."""
     head_offset: int = 0
     """The model's index of the first head, where a cache holds a slice of them (tensor parallelism)."""
-    total_heads: int | None = None
-    """KV heads of the model; None is ``num_heads``, all of them, and stands there for just that; a slice that does not
-    begin with head 0 and does not say ends with the model's last. See `heads_of_model`."""
+    total_heads: int | None = field(default=None, compare=False)
+    """KV heads of the model; None is ``head_offset + num_heads``."""
     scale_dtype: str | None = None
     """Element type of the quantisation scales, one for each page slot (ADR-024, per-block affine); None is
     unquantised."""
     zero_points: bool = False
     """Whether each page slot has an int32 zero point beside its scale."""
+    layer_indices: tuple[int, ...] = field(init=False, repr=False)
+    """``layers``, whether given or not, ``[num_layers]``."""
+    heads_of_model: int = field(init=False, repr=False)
+    """``total_heads``, whether given or not."""
     tensors: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
     """Every (role, layer), in the order of all lists of them: layer 0 in order of ``roles``, layer 1 ..."""
 
@@ -81,7 +84,10 @@ class CacheSpec:
         object.__setattr__(self, "dtype", element_type_of(self.dtype).wire_name)
         object.__setattr__(self, "roles", _roles(self.roles))
         object.__setattr__(self, "order", _order(self.order))
-        object.__setattr__(self, "layers", _layers(self.layers, self.num_layers))
+        object.__setattr__(self, "layer_indices", _layers(self.layers, self.num_layers))
+        object.__setattr__(self, "layers", None if self.layers is None else self.layer_indices)
+        last = self.head_offset + self.num_heads
+        object.__setattr__(self, "heads_of_model", last if self.total_heads is None else self.total_heads)
         tensors = tuple((role, layer) for layer in self.layer_indices for role in self.roles)
         object.__setattr__(self, "tensors", tensors)
         self._check_heads()
@@ -101,8 +107,6 @@ class CacheSpec:
                 field="head_offset",
                 value=self.head_offset,
             )
-        all_heads = self.heads == (0, self.heads_of_model)
-        object.__setattr__(self, "total_heads", None if all_heads else self.heads_of_model)
 
     def _check_quantization(self) -> None:
         if self.scale_dtype is None:
@@ -123,16 +127,6 @@ class CacheSpec:
     def heads(self) -> tuple[int, int]:
         """The model's heads that this cache holds: first, and the one after the last."""
         return self.head_offset, self.head_offset + self.num_heads
-
-    @property
-    def heads_of_model(self) -> int:
-        """``total_heads`` as a number."""
-        return self.head_offset + self.num_heads if self.total_heads is None else self.total_heads
-
-    @property
-    def layer_indices(self) -> tuple[int, ...]:
-        """``layers`` as numbers, ``[num_layers]``."""
-        return tuple(range(self.num_layers)) if self.layers is None else self.layers
 
     @property
     def element_type(self) -> ElementType:
@@ -177,7 +171,8 @@ class CacheSpec:
         Raises:
             GeometryError: no such order.
         """
-        return replace(self, order=_order(order))
+        chosen = _order(order)
+        return self if chosen is self.order else replace(self, order=chosen)
 
     def index(self, role: str, layer: int, /) -> int:
         """Place of (role, layer) in `tensors`.
@@ -195,15 +190,15 @@ class CacheSpec:
         return place * len(self.roles) + self.roles.index(role)
 
 
-def _layers(layers: Iterable[int] | None, num_layers: int) -> tuple[int, ...] | None:
+def _layers(layers: Iterable[int] | None, num_layers: int) -> tuple[int, ...]:
     if layers is None:
-        return None
+        return tuple(range(num_layers))
     indices = tuple(layers)
     if len(indices) != num_layers:
         raise GeometryError(f"must be num_layers {num_layers}", field="len(layers)", value=len(indices))
     if indices[0] < 0 or indices[-1] >= _UINT32_MAX or any(a >= b for a, b in pairwise(indices)):
         raise GeometryError(f"must ascend, from 0 to {_UINT32_MAX - 1}", field="layers", value=indices)
-    return None if indices[-1] == num_layers - 1 else indices
+    return indices
 
 
 def _roles(roles: object) -> tuple[str, ...]:

@@ -94,29 +94,28 @@ def test_slices_groups_and_scales_are_checked(changes: dict[str, Any], message: 
 
 def test_a_slice_of_heads_and_some_of_the_layers() -> None:
     spec = CacheSpec(**(LLAMA | {"num_layers": 2, "layers": (5, 11), "num_heads": 2, "head_offset": 6}))
-    assert (spec.heads, spec.total_heads) == ((6, 8), 8)
+    assert (spec.heads, spec.heads_of_model) == ((6, 8), 8)
     assert spec.tensors == (("key", 5), ("value", 5), ("key", 11), ("value", 11))
     assert spec.index("value", 11) == 3
     with pytest.raises(GeometryError, match=r"layer = 6: must be one of \(5, 11\)"):
         spec.index("key", 6)
 
 
-def test_a_changed_spec_keeps_what_was_said_and_no_more() -> None:
-    spec = CacheSpec(**LLAMA, layers=range(32), total_heads=8)
+def test_a_changed_spec_keeps_what_was_given_and_the_rest_follows() -> None:
+    spec = CacheSpec(**LLAMA)
     assert replace(spec, num_layers=2).tensors == (("key", 0), ("value", 0), ("key", 1), ("value", 1))
-    assert replace(spec, num_heads=2).heads_of_model == 2
-    assert replace(spec, num_heads=2, total_heads=8).heads == (0, 2)
-    slice_of_heads = replace(spec, num_heads=2, head_offset=4)
-    assert slice_of_heads.heads_of_model == 6
-    assert replace(slice_of_heads, head_dim=64).heads_of_model == 6
-    some = replace(spec, num_layers=2, layers=(1, 3))
-    assert some.layer_indices == (1, 3)
+    assert replace(spec, num_heads=16).heads_of_model == 16
+    said = replace(spec, total_heads=8, num_layers=2, layers=(1, 3))
+    quarter = replace(said, num_heads=2, head_offset=2)
+    assert (quarter.heads, quarter.heads_of_model, quarter.layer_indices) == ((2, 4), 8, (1, 3))
+    with pytest.raises(GeometryError, match=r"head_offset = 0: the cache's 16 heads .* below total_heads 8"):
+        replace(said, num_heads=16)
     with pytest.raises(GeometryError, match=r"len\(layers\) = 2: must be num_layers 3"):
-        replace(some, num_layers=3)
+        replace(said, num_layers=3)
 
 
 def test_equal_specs_are_equal_however_they_were_said() -> None:
-    assert CacheSpec(**LLAMA) == CacheSpec(**LLAMA, layers=tuple(range(32)), total_heads=8)
+    assert CacheSpec(**LLAMA) == CacheSpec(**LLAMA, layers=list(range(32)), total_heads=8)  # type: ignore[arg-type]
     offset = LLAMA | {"num_heads": 2, "head_offset": 6}
     assert CacheSpec(**offset) == CacheSpec(**offset, total_heads=8) != CacheSpec(**offset, total_heads=9)
     assert pickle.loads(pickle.dumps(CacheSpec(**offset))) == CacheSpec(**offset)
