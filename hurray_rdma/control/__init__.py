@@ -46,6 +46,7 @@ from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
+from hurray_rdma.control.tls import SSLContext, Tls
 
 __all__ = [
     "DEFAULT_PORT",
@@ -87,6 +88,7 @@ __all__ = [
     "PublishedHeard",
     "Quiesced",
     "Refused",
+    "SSLContext",
     "ServerSession",
     "Session",
     "SessionClosed",
@@ -94,6 +96,7 @@ __all__ = [
     "SessionOpened",
     "StaleGenerationError",
     "TensorData",
+    "Tls",
     "TransferFailed",
     "encode",
     "error_code",

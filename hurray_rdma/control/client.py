@@ -52,7 +52,9 @@ class ClientSession(Session):
 
     def __init__(self, config: SessionConfig, *, now: float) -> None:
         super().__init__(config, now=now)
-        self._session_message = self._own_session_message(config.token or "")
+        self._session_message = self._own_session_message(
+            config.token or "", config.worker_address if isinstance(config.worker_address, bytes) else b""
+        )
         self._server_hello: ServerHello | None = None
         self._generations: dict[int, int] = {}
         self._knows_pools = False

@@ -6,7 +6,7 @@ This module knows which settings a session has and their ranges. It knows no byt
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hurray_rdma.control.codes import Capability
@@ -41,8 +41,8 @@ class SessionConfig:
     """Same on both sides if they run on the same host."""
     process_id: bytes = b""
     """Tells processes of one host apart; opaque, at most 128 bytes."""
-    worker_address: bytes
-    """UCX worker address."""
+    worker_address: bytes | Callable[[bytes], bytes] = field(repr=False)
+    """UCX worker address. Server: or a function from a client's host_id to it, asked once it is authenticated."""
     dialects: tuple[str, ...] = ("adr-024", "hurray-0.2")
     """In order of preference."""
     devices: tuple[int, ...] = (0,)

@@ -53,25 +53,33 @@ class ServerSession(Session):
 
     def __init__(self, config: SessionConfig, *, now: float) -> None:
         super().__init__(config, now=now)
-        self._session_message = self._own_session_message("")
+        self.worker_address = b""
+        """The UCX worker address that the client was told, from SessionOpened on."""
         self._client_hello: ClientHello | None = None
 
     # Calls of the engine.
 
-    def announce(self, pool: Pool, *, now: float) -> None:
+    def announce(self, pool: Pool, *, now: float) -> bool:
         """Announce a pool, a new generation of it, or (``removed``) its end.
 
+        Announce the pools that there are as SessionOpened is heard, at once: the client's PoolsAnnounced rests on it.
+
+        Returns:
+            False if the session is closed: it may be so with the very bytes that opened it.
+
         Raises:
-            PeerLostError: the session is closed.
             LocalProtocolError: the session is not open yet.
             ConfigError: the announcement is larger than what the peer accepts.
         """
+        if self.is_closed:
+            return False
         self._require_open()
         self._send(pool, SESSION_STREAM_ID)
         if pool.removed:
             self.pools.pop(pool.pool_id, None)
         else:
             self.pools[pool.pool_id] = pool
+        return True
 
     def grant(self, transfer_id: int, grant: Grant, *, now: float) -> bool:
         """Answer an offer with pages.
@@ -154,7 +162,9 @@ class ServerSession(Session):
             self._state = SessionState.SESSION
         elif self._client_hello is not None and isinstance(message, SessionMessage):
             tenant = self._tenant_of(message.token)
-            self._send(self._session_message, SESSION_STREAM_ID)
+            address = self.config.worker_address
+            self.worker_address = address if isinstance(address, bytes) else address(message.host_id)
+            self._send(self._own_session_message("", self.worker_address), SESSION_STREAM_ID)
             self._open(self._client_hello, message, now, events, tenant=tenant)
         else:
             raise ProtocolError(f"{type(message).__name__} cannot follow in state {self._state.name} of the handshake")

@@ -202,13 +202,13 @@ class Session(ABC):
 
     # Handshake.
 
-    def _own_session_message(self, token: str) -> SessionMessage:
+    def _own_session_message(self, token: str, worker_address: bytes) -> SessionMessage:
         return SessionMessage(
             engine_name=self.config.engine_name,
             token=token,
             host_id=self.config.host_id,
             process_id=self.config.process_id,
-            worker_address=self.config.worker_address,
+            worker_address=worker_address,
             heartbeat_s=self.config.heartbeat_s,
         )
 

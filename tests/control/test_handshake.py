@@ -18,7 +18,7 @@ from hurray_rdma.control.codes import Capability, ErrorCode, LocalProtocolError,
 from hurray_rdma.control.exchange import SessionMessage
 from hurray_rdma.control.framing import FrameDecoder
 from hurray_rdma.control.messages import ClientHello, ErrorMessage, Message, Ping, ServerHello
-from hurray_rdma.control.offers import Offer
+from hurray_rdma.control.offers import Fetch, Offer
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import (
     AuthenticationError,
@@ -295,10 +295,16 @@ def test_nothing_can_be_asked_before_the_session_is_open_or_after_its_end(
     with pytest.raises(LocalProtocolError):
         client.offer(make_offer(), now=0, timeout_s=1)
     with pytest.raises(LocalProtocolError):
+        client.fetch(Fetch(key="k", deadline_s=1), now=0, timeout_s=1)
+    with pytest.raises(LocalProtocolError):
         server.announce(make_pool(), now=0)
     client.close(0)
+    server.close(0)
     with pytest.raises(PeerLostError):
         client.offer(make_offer(), now=0, timeout_s=1)
+    with pytest.raises(PeerLostError):
+        client.fetch(Fetch(key="k", deadline_s=1), now=0, timeout_s=1)
+    assert not server.announce(make_pool(), now=0)
 
 
 def test_the_connection_breaks_in_the_handshake(make_config: MakeConfig) -> None:

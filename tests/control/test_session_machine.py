@@ -1,8 +1,8 @@
-"""Both sides of a session under random calls and a network that loses, repeats and swaps messages.
+"""Both sides of a session under random calls and a network that loses, repeats, swaps and delays messages.
 
-The engines are models: the server's holds pages while a client may write to them, the client's writes from Granted
-until it ends all descriptors or calls quiet. What must hold is checked after each step, and at the end that nothing
-stays open.
+The engines are models: the server's holds pages while a client may write to or read from them, the client's does so
+from Granted or PublishedHeard until it ends all descriptors, or its read, or calls quiet. What must hold is checked
+after each step, and at the end that nothing stays open.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from hurray_rdma.control import (
     Acknowledged,
     AllEnded,
     DescriptorEnded,
+    Fetch,
+    Fetched,
     Grant,
     Granted,
     Message,
@@ -26,6 +28,8 @@ from hurray_rdma.control import (
     Pool,
     PoolRegion,
     PoolSegment,
+    Published,
+    PublishedHeard,
     Quiesced,
     Refused,
     SessionConfig,
@@ -53,11 +57,23 @@ POOL = Pool(
 )
 
 
+SNAPSHOT = {
+    "pool_id": 1,
+    "generation": 1,
+    "descriptors": DESCRIPTOR * NUM_DESCRIPTORS,
+    "block_table": np.ones(1, np.uint32),
+    "seq_ptr": np.array([0, 1]),
+    "seq_lens": np.ones(1, np.uint32),
+}
+
+
 @dataclass
 class Sent:
     """The client engine's view of a transfer."""
 
-    may_write: bool = False
+    is_pull: bool = False
+    may_touch: bool = False
+    """It may have writes or reads in flight."""
     ended: bool = False
     quiet_owed: bool = False
     outcome: str | None = None
@@ -67,13 +83,14 @@ class Sent:
 class Received:
     """The server engine's view of a transfer."""
 
+    is_pull: bool = False
     holds_pages: bool = False
     waiting: bool = False
     outcome: str | None = None
 
 
 class SessionMachine(RuleBasedStateMachine):
-    spoilt: ClassVar = st.lists(st.sampled_from(["pass", "pass", "pass", "drop", "twice", "swap"]), max_size=6)
+    spoilt: ClassVar = st.lists(st.sampled_from(["pass", "pass", "pass", "drop", "twice", "swap", "late"]), max_size=6)
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,17 +107,18 @@ class SessionMachine(RuleBasedStateMachine):
         self.sent: dict[int, Sent] = {}
         self.received: dict[int, Received] = {}
         self.faults: list[str] = []
+        self.late: dict[Side, list[tuple[int, Message]]] = {"client": [], "server": []}
         self.pair.spoil = self.spoil
 
     # The network.
 
     def spoil(self, side: Side, messages: list[tuple[int, Message]]) -> list[tuple[int, Message]]:
-        arriving: list[tuple[int, Message]] = []
+        arriving, self.late[side] = self.late[side], []
         held: list[tuple[int, Message]] = []
         for frame in messages:
             fault = self.faults.pop() if self.faults and frame[0] != 1 else "pass"
-            if fault == "swap":
-                held.append(frame)
+            if fault in ("swap", "late"):
+                (held if fault == "swap" else self.late[side]).append(frame)
                 continue
             if fault != "drop":
                 arriving += [frame] * (2 if fault == "twice" else 1)
@@ -131,34 +149,39 @@ class SessionMachine(RuleBasedStateMachine):
 
     def react(self) -> None:
         for event in self.pair.take("client"):
-            assert not isinstance(event, Offered | Quiesced | AllEnded | DescriptorEnded)
+            assert not isinstance(event, Offered | Fetched | Quiesced | AllEnded | DescriptorEnded)
             sent = self.sent[event.transfer_id]  # type: ignore[union-attr]
             match event:
-                case Granted():
-                    assert not sent.may_write
+                case Granted() | PublishedHeard():
+                    assert sent.is_pull == isinstance(event, PublishedHeard)
+                    assert not sent.may_touch
                     assert sent.outcome is None
-                    sent.may_write = True
+                    sent.may_touch = True
                 case Refused():
-                    assert not sent.may_write
+                    assert not sent.may_touch
                     self.conclude(sent, "refused")
                 case Acknowledged():
                     assert sent.ended
+                    assert self.received[event.transfer_id].outcome == "delivered"
                     self.conclude(sent, "acknowledged")
                 case AbortRequested():
                     sent.quiet_owed = True
                 case TransferFailed():
-                    assert event.granted == (sent.may_write or sent.ended)
+                    assert event.granted == (sent.may_touch or sent.ended)
                     if event.granted:
                         sent.quiet_owed = True
                     else:
                         self.conclude(sent, "failed")
         for event in self.pair.take("server"):
-            if isinstance(event, Offered):
+            if isinstance(event, Offered | Fetched):
                 assert event.transfer_id not in self.received
-                self.received[event.transfer_id] = Received(waiting=True)
+                assert self.sent[event.transfer_id].is_pull == isinstance(event, Fetched)
+                self.received[event.transfer_id] = Received(is_pull=isinstance(event, Fetched), waiting=True)
                 continue
             received = self.received[event.transfer_id]  # type: ignore[union-attr]
             match event:
+                case DescriptorEnded():
+                    assert not received.is_pull
                 case AllEnded(transfer_id):
                     assert self.sent[transfer_id].ended
                     if self.pair.server.acknowledge(transfer_id, now=self.pair.now):
@@ -185,18 +208,15 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sent) < 12)
     @rule(timeout_s=st.sampled_from([0.5, 5.0]))
     def offer(self, timeout_s: float) -> None:
-        one = np.ones(1, np.uint32)
-        offer = Offer(
-            key="k",
-            pool_id=1,
-            generation=1,
-            descriptors=DESCRIPTOR * NUM_DESCRIPTORS,
-            block_table=one,
-            seq_ptr=np.array([0, 1]),
-            seq_lens=one,
-            deadline_s=timeout_s,
-        )
+        offer = Offer(key="k", deadline_s=timeout_s, **SNAPSHOT)  # type: ignore[arg-type]
         self.sent[self.pair.client.offer(offer, now=self.pair.now, timeout_s=timeout_s)] = Sent()
+
+    @precondition(lambda self: len(self.sent) < 12)
+    @rule(timeout_s=st.sampled_from([0.5, 5.0]))
+    def fetch(self, timeout_s: float) -> None:
+        fetch = Fetch(key="k", deadline_s=timeout_s)
+        transfer_id = self.pair.client.fetch(fetch, now=self.pair.now, timeout_s=timeout_s)
+        self.sent[transfer_id] = Sent(is_pull=True)
 
     @precondition(lambda self: any(r.waiting for r in self.received.values()))
     @rule(which=st.integers(0, 11), accept=st.booleans())
@@ -204,21 +224,26 @@ class SessionMachine(RuleBasedStateMachine):
         transfer_id = self.pick([i for i, r in self.received.items() if r.waiting], which)
         received = self.received[transfer_id]
         received.waiting = False
-        if accept:
+        if accept and received.is_pull:
+            published = Published(lease_s=1, **SNAPSHOT)  # type: ignore[arg-type]
+            received.holds_pages = self.pair.server.publish(transfer_id, published, now=self.pair.now)
+        elif accept:
             page = Grant(generation=1, page_ids=np.array([transfer_id % 8]), lease_s=1)
             received.holds_pages = self.pair.server.grant(transfer_id, page, now=self.pair.now)
         elif self.pair.server.refuse(transfer_id, PoolExhaustedError("full"), now=self.pair.now):
             self.conclude(received, "refused")
 
-    @precondition(lambda self: any(s.may_write for s in self.sent.values()))
+    @precondition(lambda self: any(s.may_touch for s in self.sent.values()))
     @rule(which=st.integers(0, 11))
-    def write_all(self, which: int) -> None:
-        transfer_id = self.pick([i for i, s in self.sent.items() if s.may_write], which)
+    def touch_all(self, which: int) -> None:
+        transfer_id = self.pick([i for i, s in self.sent.items() if s.may_touch], which)
         sent = self.sent[transfer_id]
-        for index in range(NUM_DESCRIPTORS):
+        if sent.is_pull:
+            assert self.pair.client.read_end(transfer_id, now=self.pair.now) == (not sent.quiet_owed)
+        for index in range(0 if sent.is_pull else NUM_DESCRIPTORS):
             assert self.pair.client.data_end(transfer_id, index, now=self.pair.now) == (not sent.quiet_owed)
         if not sent.quiet_owed:
-            sent.ended, sent.may_write = True, False
+            sent.ended, sent.may_touch = True, False
 
     @precondition(lambda self: any(s.outcome is None for s in self.sent.values()))
     @rule(which=st.integers(0, 11))
@@ -239,15 +264,15 @@ class SessionMachine(RuleBasedStateMachine):
     def client_is_quiet(self, which: int) -> None:
         transfer_id = self.pick([i for i, s in self.sent.items() if s.quiet_owed], which)
         sent = self.sent[transfer_id]
-        sent.quiet_owed = sent.may_write = False  # In flight until here; only then the session is told.
+        sent.quiet_owed = sent.may_touch = False  # In flight until here; only then the session is told.
         assert self.pair.client.quiet(transfer_id, now=self.pair.now)
         self.conclude(sent, "stopped")
 
     @precondition(lambda self: len(self.sent) < 12)
-    @rule(faults=spoilt, stop_after=st.integers(1, 4), delay_s=st.sampled_from([0.0, 0.6]))
-    def go_far(self, faults: list[str], stop_after: int, delay_s: float) -> None:
+    @rule(is_pull=st.booleans(), faults=spoilt, stop_after=st.integers(1, 4), delay_s=st.sampled_from([0.0, 0.6]))
+    def go_far(self, is_pull: bool, faults: list[str], stop_after: int, delay_s: float) -> None:
         """Much of a transfer in one rule, so that the later states are reached often, faults and all."""
-        self.offer(timeout_s=5.0)
+        (self.fetch if is_pull else self.offer)(timeout_s=5.0)
         transfer_id = max(self.sent)
         self.faults = list(faults)
         for step in range(stop_after):
@@ -257,17 +282,17 @@ class SessionMachine(RuleBasedStateMachine):
             self.react()
             if step == 0 and transfer_id in self.received and self.received[transfer_id].waiting:
                 self.answer([i for i, r in self.received.items() if r.waiting].index(transfer_id), True)
-            if step == 1 and self.sent[transfer_id].may_write:
-                self.write_all([i for i, s in self.sent.items() if s.may_write].index(transfer_id))
+            if step == 1 and self.sent[transfer_id].may_touch:
+                self.touch_all([i for i, s in self.sent.items() if s.may_touch].index(transfer_id))
         self.faults = []
 
     # What must hold.
 
     @invariant()
-    def pages_that_may_be_written_are_held(self) -> None:
+    def pages_that_may_be_touched_are_held(self) -> None:
         for transfer_id, sent in self.sent.items():
-            if sent.may_write:
-                assert self.received[transfer_id].holds_pages, "the server gave back pages the client may write to"
+            if sent.may_touch:
+                assert self.received[transfer_id].holds_pages, "the server gave back pages the client may touch"
 
     @invariant()
     def both_sessions_live(self) -> None:
@@ -289,10 +314,10 @@ class SessionMachine(RuleBasedStateMachine):
                     if self.pair.server.refuse(transfer_id, PoolExhaustedError("full"), now=self.pair.now):
                         self.conclude(received, "refused")
             for transfer_id, sent in self.sent.items():
-                if sent.may_write and not sent.quiet_owed:
+                if sent.may_touch and not sent.quiet_owed:
                     sent.quiet_owed = self.pair.client.abort(transfer_id, ErrorCode.ABORTED, "end", now=self.pair.now)
                 if sent.quiet_owed:
-                    sent.quiet_owed = sent.may_write = False
+                    sent.quiet_owed = sent.may_touch = False
                     assert self.pair.client.quiet(transfer_id, now=self.pair.now)
                     self.conclude(sent, "stopped")
         self.pair.advance(6.0)
