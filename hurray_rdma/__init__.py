@@ -28,7 +28,7 @@ from hurray_rdma.errors import (
 
 if TYPE_CHECKING:
     from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
-    from hurray_rdma.engine import Arrival, Engine, Peer, Transfer, TransferStats
+    from hurray_rdma.engine import Arrival, Engine, EngineCollector, EngineStats, Peer, Tls, Transfer, TransferStats
 
 __all__ = [
     "Arrival",
@@ -38,6 +38,8 @@ __all__ = [
     "DeadlineExceededError",
     "DescriptorError",
     "Engine",
+    "EngineCollector",
+    "EngineStats",
     "GeometryError",
     "HurrayError",
     "LeaseExpiredError",
@@ -48,6 +50,7 @@ __all__ = [
     "ProtocolError",
     "RegistrationError",
     "Snapshot",
+    "Tls",
     "Transfer",
     "TransferAbortedError",
     "TransferStats",
@@ -55,7 +58,8 @@ __all__ = [
 ]
 
 _ROOMS = dict.fromkeys(("CacheSpec", "PagePool", "Snapshot"), "hurray_rdma.cache") | dict.fromkeys(
-    ("Arrival", "Engine", "Peer", "Transfer", "TransferStats"), "hurray_rdma.engine"
+    ("Arrival", "Engine", "EngineCollector", "EngineStats", "Peer", "Tls", "Transfer", "TransferStats"),
+    "hurray_rdma.engine",
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hurray_rdma.control import Tls
 from hurray_rdma.engine.arrival import Arrival, ArrivalState
 from hurray_rdma.engine.engine import Engine
 from hurray_rdma.engine.logs import JsonFormatter
@@ -28,6 +29,7 @@ __all__ = [
     "JsonFormatter",
     "LaneStats",
     "Peer",
+    "Tls",
     "Transfer",
     "TransferStats",
 ]

@@ -54,12 +54,21 @@ class Arrival:
         written: Lease,
         resident: Lease | None,
         timeout_s: float,
+        sender: str,
+        lane: str,
+        path: str,
         on_abort: Callable[[Arrival, str], None],
     ) -> None:
         self.key = key
         """The sender's name for it."""
         self.group = group
-        """The cache group that it is of, where the engine has several (`PoolGroups`)."""
+        """Name of the pool that it is in: a cache group of `PoolGroups`, or as of `Engine.add_pool`; else None."""
+        self.sender = sender
+        """Name of the sending engine; of the first, where several send slices of the heads."""
+        self.lane = lane
+        """UCX transport that the sender writes over, as of `TransferStats.lane`."""
+        self.path = path
+        """How it writes, as of `TransferStats.path`."""
         self.state = ArrivalState.ARRIVING
         self.block_table = page_map.block_table(page_ids)
         """Of this pool, uint32 ``[seq_ptr[-1]]``: where the pages will be."""

@@ -8,22 +8,35 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
-from hurray_rdma.cache import CacheSpec, PagePool, PoolLayout, Segment, Snapshot, spec_of
+from hurray_rdma.cache import (
+    CacheSpec,
+    PagePool,
+    PoolLayout,
+    Segment,
+    Snapshot,
+    page_nbytes_of,
+    parts_of,
+    spec_from,
+    spec_of,
+)
 from hurray_rdma.control import Offer, Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import Dialect, KvRole, decode, encode_many, iter_descriptors
+from hurray_rdma.format import Dialect, check_transferable, decode, encode_tensors, iter_descriptors
 from hurray_rdma.plan import PageMap, check_pair, map_pages
 
-__all__ = ["announced_layout", "announcement", "check_offer", "page_map_of"]
+__all__ = ["announced_layout", "announcement", "check_offer", "page_map_of", "pages_nbytes"]
 
 
-def announcement(pool: PagePool, *, pool_id: int, generation: int) -> Pool:
-    """The POOL message for a receive pool: geometry, and what a peer needs to write into it."""
+def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str, removed: bool) -> Pool:
+    """The POOL message for a receive pool: geometry, and what a peer needs to write into it; or of its end."""
+    if removed:
+        return Pool(pool_id=pool_id, generation=generation, name=name, removed=True)
     layout, spec = pool.layout, pool.spec
     remotes = [region.remote() for region in pool.regions]
     return Pool(
         pool_id=pool_id,
         generation=generation,
+        name=name,
         num_pages=layout.num_pages,
         layers=spec.layer_indices,
         num_heads=spec.num_heads,
@@ -40,6 +53,11 @@ def announcement(pool: PagePool, *, pool_id: int, generation: int) -> Pool:
         regions=tuple(PoolRegion(remote_addr=r.remote_addr, nbytes=r.nbytes, rkey=r.rkey) for r in remotes),
         segments=tuple(PoolSegment(*astuple(segment)) for segment in layout.segments),
     )
+
+
+def pages_nbytes(spec: CacheSpec) -> int:
+    """Bytes of one page of every role and layer, scales and zero points included."""
+    return len(spec.tensors) * sum(page_nbytes_of(spec, part) for part in parts_of(spec))
 
 
 def announced_layout(pool: Pool) -> PoolLayout:
@@ -91,15 +109,23 @@ def check_offer(offer: Offer, dest: CacheSpec, *, dialect: Dialect) -> tuple[Cac
         GeometryError: descriptors, tables and pool do not fit together.
     """
     first = decode(offer.descriptors, dialect=dialect)
-    likely = first.for_tensors((KvRole[role.upper()], layer) for role, layer in dest.tensors)
-    if encode_many(likely, dialect=dialect) == offer.descriptors:
+    order, total_heads = offer.order, offer.total_heads or None
+    if encode_tensors(first, dest.tensors, dialect=dialect) == offer.descriptors:
         # What a sender of the same cache writes, to the byte: what holds for one of them holds for all.
-        descriptors = list(likely)
+        check_transferable(first)
+        source = spec_from(
+            first,
+            roles=dest.roles,
+            layers=dest.layer_indices,
+            order=order,
+            head_offset=offer.head_offset,
+            total_heads=total_heads,
+        )
     else:
         descriptors = list(iter_descriptors(offer.descriptors, dialect=dialect))
-    source = spec_of(
-        descriptors, order=offer.order, head_offset=offer.head_offset, total_heads=offer.total_heads or None
-    )
+        for descriptor in descriptors:
+            check_transferable(descriptor)
+        source = spec_of(descriptors, order=order, head_offset=offer.head_offset, total_heads=total_heads)
     check_pair(source, dest)
     total_tokens = int(offer.seq_lens.sum(dtype="uint64"))
     for name, described, given in (

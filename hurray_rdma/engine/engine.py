@@ -1,4 +1,4 @@
-"""The engine: one per process and pool, symmetric; it listens, connects, pushes and receives."""
+"""The engine: one per process, symmetric; it listens, connects, pushes and receives."""
 
 from __future__ import annotations
 
@@ -7,51 +7,46 @@ import contextlib
 import os
 import platform
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import TracebackType
 
 from hurray_rdma.cache import PagePool, PoolGroups
-from hurray_rdma.control import (
-    Channel,
-    Event,
-    EventHandler,
-    Listener,
-    Offered,
-    ServerSession,
-    SessionClosed,
-    SessionConfig,
-    StaleGenerationError,
-    parse_address,
-    serve,
-)
+from hurray_rdma.control import SessionConfig, Tls, parse_address
 from hurray_rdma.engine.arrival import Arrival
+from hurray_rdma.engine.connection import Surroundings
 from hurray_rdma.engine.peer import Peer
-from hurray_rdma.engine.receiver import Receiver
+from hurray_rdma.engine.processes import process_id
+from hurray_rdma.engine.reception import Reception
+from hurray_rdma.engine.stats import EngineStats
+from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import ConfigError
 from hurray_rdma.transport import Context, Worker
 
 __all__ = ["Engine"]
 
 _MAX_S = 7 * 86400.0
+_HEARTBEATS_LOST = 20
+"""A peer that is silent for so many heartbeats is lost."""
 
 
 class Engine:
-    """Sends snapshots of one pool, and receives into it. An async context manager; make it inside a running loop.
+    """Sends snapshots of its pools, and receives into them. An async context manager; make it inside a running loop.
 
     Args:
         pool: source and destination of transfers, or the pools of a hybrid model's cache groups; stays the caller's,
-            who closes it after the engine.
+            who closes it after the engine. `add_pool` takes further ones.
         listen: ``"host:port"`` to receive on, port 0 for any free one (see `address`); None only sends.
         name: shown to peers and in logs; None is ``host:pid``.
         token: shared secret of the engines; a connecting engine must have the listening one's.
+        tls: certificates of the control channel; None is plain TCP.
         timeout_s: default budget of connects, sends and waits, seconds.
         lease_s: a sender that is silent for this long after its grant loses it, seconds.
-        allow_unauthenticated: listen beyond this host although no token is set: whoever reaches the port may write into
-            the pool.
+        peer_timeout_s: a peer of which nothing is heard for this long is lost, seconds; it is pinged 20 times as often.
+        allow_unauthenticated: listen beyond this host although neither a token nor client certificates are asked for:
+            whoever reaches the port may write into the pool.
         context: UCX context; None is the pool's own, and no other will do.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range, or a file of ``tls`` cannot be used.
     """
 
     def __init__(
@@ -61,33 +56,36 @@ class Engine:
         listen: str | None = None,
         name: str | None = None,
         token: str | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 30.0,
         lease_s: float = 30.0,
+        peer_timeout_s: float = 5.0,
         allow_unauthenticated: bool = False,
         context: Context | None = None,
     ) -> None:
-        for field, value in (("timeout_s", timeout_s), ("lease_s", lease_s)):
+        for field, value in (("timeout_s", timeout_s), ("lease_s", lease_s), ("peer_timeout_s", peer_timeout_s)):
             if not 0 < value <= _MAX_S:
                 raise ConfigError(f"must be above 0 and at most {_MAX_S:.0f}", field=field, value=value)
         self.pool = pool
         self.name = name or f"{platform.node()}:{os.getpid()}"
         self._listen = parse_address(listen) if listen is not None else None
         self._token = token
+        self._tls = tls
+        self._client_tls = tls.client_context() if tls is not None else None
         self._timeout_s = timeout_s
         self._lease_s = lease_s
+        self._peer_timeout_s = peer_timeout_s
         self._allow_unauthenticated = allow_unauthenticated
-        self._groups: dict[str | None, PagePool] = {None: pool} if isinstance(pool, PagePool) else dict(pool.items())
-        regions = [region for each in self._groups.values() for region in each.regions]
+        pools: dict[str, PagePool] = {"": pool} if isinstance(pool, PagePool) else dict(pool.items())
+        regions = [region for each in pools.values() for region in each.regions]
         self._context = regions[0].context if context is None else context
-        if any(region.context is not self._context for region in regions):
-            raise ConfigError(
-                "the pool was made with another UCX context", field="context", value=context, fix="Pass the pool's own"
-            )
+        for each in pools.values():
+            self._check_context(each)
+        self._own_pools = pools
+        self._tally = Tally()
         self._worker: Worker | None = None
-        self._receivers: list[Receiver] = []
+        self._reception: Reception | None = None
         self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
-        self._listener: Listener | None = None
-        self._channels: set[Channel] = set()
         self._peers: set[Peer] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -108,36 +106,33 @@ class Engine:
             TransportError: UCX cannot make a worker.
         """
         self._worker = self._context.open_worker()
-        if self._listen is not None:
-            self._receivers = [
-                Receiver(
-                    pool,
-                    pool_id=pool_id,
-                    group=group,
-                    arrivals=self._arrivals,
-                    lease_s=self._lease_s,
-                    timeout_s=self._timeout_s,
-                    clock=asyncio.get_running_loop().time,
-                )
-                for pool_id, (group, pool) in enumerate(self._groups.items())
-            ]
-            host, port = self._listen
-            try:
-                self._listener = await serve(
-                    host,
-                    port,
-                    self._config(),
-                    on_session=self._accept,
-                    allow_unauthenticated=self._allow_unauthenticated,
-                )
-            except BaseException:
-                await self.close()
-                raise
+        if self._listen is None:
+            return
+        try:
+            self._reception = Reception(
+                self._context,
+                self._worker,
+                arrivals=self._arrivals,
+                lease_s=self._lease_s,
+                timeout_s=self._timeout_s,
+                tally=self._tally,
+            )
+            for name, pool in self._own_pools.items():
+                self._reception.add_pool(pool, name=name, token=None)
+            await self._reception.listen(
+                *self._listen,
+                self._config(),
+                ssl_context=self._tls.server_context() if self._tls is not None else None,
+                allow_unauthenticated=self._allow_unauthenticated,
+            )
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Ends arrivals and connections, then the UCX worker. Idempotent; goes on when the caller is cancelled.
 
-        The pool stays open.
+        The pools stay open.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -149,12 +144,8 @@ class Engine:
             if self._worker is not None:
                 steps.push_async_callback(asyncio.to_thread, self._worker.close)
             steps.callback(self._end_arrivals)
-            for receiver in self._receivers:
-                steps.callback(receiver.close)
-            for channel in list(self._channels):
-                steps.push_async_callback(channel.close)
-            if self._listener is not None:
-                steps.push_async_callback(self._listener.close)
+            if self._reception is not None:
+                steps.push_async_callback(self._reception.close)
             for peer in list(self._peers):
                 steps.push_async_callback(peer.close)
 
@@ -173,9 +164,7 @@ class Engine:
         Raises:
             ConfigError: it does not listen.
         """
-        if self._listener is None:
-            raise ConfigError("the engine does not listen", field="listen", value=None, fix="Pass listen='host:port'")
-        return str(self._listener.addresses[0])
+        return self._receiving().address
 
     def connect(self, address: str, *, timeout_s: float | None = None) -> Peer:
         """A connection to the engine at ``"host:port"``, to be entered with ``async with``.
@@ -189,11 +178,17 @@ class Engine:
         """
         if self._worker is None or self._closing is not None:
             raise ConfigError("the engine is not running", field="engine", value=self.name, fix="Use `async with`")
-        peer = Peer(
-            address,
+        surroundings = Surroundings(
             config=self._config(),
             context=self._context,
             worker=self._worker,
+            tally=self._tally,
+            ssl_context=self._client_tls,
+            server_name=self._tls.server_name if self._tls is not None else None,
+        )
+        peer = Peer(
+            address,
+            surroundings=surroundings,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             on_closed=self._peers.discard,
         )
@@ -206,50 +201,93 @@ class Engine:
         Raises:
             ConfigError: the engine does not listen.
         """
-        if not self._receivers:
-            raise ConfigError("the engine does not listen", field="listen", value=None, fix="Pass listen='host:port'")
+        self._receiving()
         while (arrival := await self._arrivals.get()) is not None:
             yield arrival
         self._arrivals.put_nowait(None)  # for the next one who asks
 
+    # Receive pools.
+
+    def add_pool(self, pool: PagePool, *, name: str, token: str | None = None) -> None:
+        """Receives into a further pool from now on; connected peers hear of it at once.
+
+        Args:
+            pool: stays the caller's, who closes it after `remove_pool`.
+            name: what senders ask for (`Peer.send`), not used before.
+            token: a secret of its own: then only peers that connect with it hear of the pool and may write into it,
+                and of no other pool. None is the engine's token.
+
+        Raises:
+            ConfigError: the engine does not listen, the name or the token is taken, or the pool is of another context.
+        """
+        self._check_context(pool)
+        self._receiving().add_pool(pool, name=name, token=token)
+
+    def remove_pool(self, name: str) -> None:
+        """Takes no more transfers into a pool; those under way are aborted, and connected peers hear of it.
+
+        Arrivals that are complete keep their pages until they are released.
+
+        Raises:
+            ConfigError: there is no such pool.
+        """
+        self._receiving().remove_pool(name)
+
+    async def reregister(self, name: str = "", *, timeout_s: float | None = None) -> None:
+        """Registers a pool anew, under a new generation, in place: what any peer knew of it gives no access any more.
+
+        Pages that are in quarantine because a sender fell silent come back, unless the kernel still lets that sender
+        write by address (``cma`` into memory that the engine did not allocate): those come back when its process ends.
+        Waits for transfers under way; offers wait meanwhile. Views of the pool stay as they are; nobody may write into
+        it during the call.
+
+        Args:
+            name: of the pool; "" is the engine's own.
+            timeout_s: for the wait; None is the engine's.
+
+        Raises:
+            ConfigError: there is no such pool.
+            DeadlineExceededError: transfers are still under way; nothing was done.
+            RegistrationError: UCX refuses; the pool is as it was.
+        """
+        await self._receiving().reregister(name, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+
+    def stats(self) -> EngineStats:
+        """What the engine has done so far, and what it holds now. May be called on any thread."""
+        reception = self._reception
+        return self._tally.stats(
+            pools=reception.accounts()
+            if reception is not None
+            else {name or "default": pool.allocator.accounts() for name, pool in self._own_pools.items()},
+            generations=reception.generations() if reception is not None else {},
+            num_sessions=reception.num_sessions if reception is not None else 0,
+            num_peers=sum(peer.connected for peer in list(self._peers)),
+            num_waiting=reception.num_waiting if reception is not None else 0,
+            num_arriving=reception.num_arriving if reception is not None else 0,
+        )
+
+    def _receiving(self) -> Reception:
+        if self._reception is None:
+            raise ConfigError("the engine does not listen", field="listen", value=None, fix="Pass listen='host:port'")
+        return self._reception
+
+    def _check_context(self, pool: PagePool) -> None:
+        if any(region.context is not self._context for region in pool.regions):
+            raise ConfigError(
+                "the pool was made with another UCX context",
+                field="context",
+                value=self._context,
+                fix="Pass the pool's own",
+            )
+
     def _config(self) -> SessionConfig:
-        if self._worker is None:
-            raise ConfigError("the engine is not running", field="engine", value=self.name)
         return SessionConfig(
             engine_name=self.name,
             token=self._token,
-            host_id=_host_id(),
-            worker_address=self._worker.address,
+            host_id=self._context.memory_domain,
+            process_id=process_id(),
+            worker_address=b"",
             hello_timeout_s=self._timeout_s,
+            heartbeat_s=self._peer_timeout_s / _HEARTBEATS_LOST,
+            peer_timeout_s=self._peer_timeout_s,
         )
-
-    def _accept(self, channel: Channel) -> EventHandler:
-        """A sender has connected and may stay."""
-        link = _ServerLink(channel)
-        self._channels.add(channel)
-
-        def handle(event: Event) -> None:
-            # Pool 0 is announced last: with it a peer knows them all.
-            for receiver in reversed(self._receivers):
-                receiver.handle(link, event)
-            if isinstance(event, Offered) and event.offer.pool_id >= len(self._receivers):
-                error = StaleGenerationError("there is no such pool", field="pool_id", value=event.offer.pool_id)
-                link.session.refuse(event.transfer_id, error, now=asyncio.get_running_loop().time())
-            if isinstance(event, SessionClosed):
-                self._channels.discard(channel)
-
-        return handle
-
-
-class _ServerLink:
-    """A channel whose session is the listening side's."""
-
-    def __init__(self, channel: Channel) -> None:
-        assert isinstance(channel.session, ServerSession)
-        self.session = channel.session
-        self.notify = channel.notify
-
-
-def _host_id() -> bytes:
-    """The same for all processes of one running kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,26 +16,28 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import CacheSpec, PoolLayout, Snapshot
-from hurray_rdma.control import ClientSession, ErrorCode, Grant, Offer, Pool
-from hurray_rdma.engine.compat import page_map_of
+from hurray_rdma.cache import CacheSpec, Lease, PoolLayout, Snapshot
+from hurray_rdma.control import ClientSession, ErrorCode, Grant, Offer, Pool, StaleGenerationError
+from hurray_rdma.engine.compat import page_map_of, pages_nbytes
+from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH, Packer
 from hurray_rdma.engine.stats import TransferStats
-from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, TransferAbortedError
-from hurray_rdma.format import Dialect, ElementType, encode_many
-from hurray_rdma.plan import Move, Plan, check_pair, plan_transfer
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.engine.writer import Moves, Writer
+from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, PeerLostError, TransferAbortedError
+from hurray_rdma.format import Dialect
+from hurray_rdma.plan import PageMap, check_pair, plan_transfer
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
 __all__ = ["RemotePool", "Transfer", "TransferRoute"]
 
-Offsets = NDArray[np.uint64]
 _T = TypeVar("_T")
 
-_MIN_WRITE_NBYTES = 4 << 20
-"""Bytes per native call below which layers are put together."""
+_FRAME_NBYTES = 1 << 20
+"""Page bytes of one TENSOR_DATA message."""
 
 
 class TransferRoute(Protocol):
-    """The connection a transfer goes over, as it needs it. `Peer` is one."""
+    """The connection a transfer goes over, as it needs it. `Connection` is one."""
 
     @property
     def session(self) -> ClientSession: ...
@@ -45,10 +48,13 @@ class TransferRoute(Protocol):
     def notify(self) -> None:
         """Sends what the session has to send."""
 
+    async def flush(self) -> None:
+        """The same, and waits while the peer does not keep up."""
+
     def dialect(self) -> Dialect:
         """The dialect of the session's descriptors."""
 
-    def pool_for(self, spec: CacheSpec) -> RemotePool:
+    def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
         """The peer's pool that is to take pages of ``spec``."""
 
     def zeros(self, nbytes: int) -> Region:
@@ -68,15 +74,17 @@ class RemotePool:
     pool: Pool
     layout: PoolLayout
     memories: tuple[RemoteMemory, ...]
+    """None where pages travel on the control channel."""
 
+    @property
+    def lane(self) -> str:
+        """UCX transport that carries pages into it."""
+        return self.memories[0].lane if self.memories else FRAMES_LANE
 
-@dataclass(slots=True)
-class _Moves:
-    """What one mover has done."""
-
-    num_operations: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
+    @property
+    def path(self) -> str:
+        """How they are written: ``mapped``, ``put`` or ``frames``."""
+        return self.memories[0].path.value if self.memories else FRAMES_PATH
 
 
 class Transfer:
@@ -88,35 +96,38 @@ class Transfer:
 
     def __init__(
         self,
-        route: TransferRoute,
+        connect: Callable[[float], Awaitable[TransferRoute]],
         snapshot: Snapshot,
         key: str,
         *,
+        pool: str | None,
         page_keys: NDArray[np.uint8] | None,
         zero_tails: bool,
         timeout_s: float,
+        tally: Tally,
     ) -> None:
-        self._route = route
+        self._connect = connect
         self._snapshot = snapshot
         self._key = key
+        self._pool_name = pool
         self._page_keys = page_keys
         self._zero_tails = zero_tails
-        self._zeros: Region | None = None
         self._timeout_s = timeout_s
+        self._tally = tally
         self._deadline = 0.0
         self._started = 0.0
         self._loop = asyncio.get_running_loop()
         self._transfer_id: int | None = None
+        self._stop = StopFlag()
         self._granted: asyncio.Future[Grant] = self._loop.create_future()
         self._acknowledged: asyncio.Future[None] = self._loop.create_future()
-        self._stop = StopFlag()
         self._error: HurrayError | None = None
+        self._lease: Lease | None = None
+        self._packer: Packer | None = None
+        self._writer: Writer | None = None
         self._sent_layers: set[int] = set()
-        self._jobs: dict[asyncio.Future[_Moves], Future[_Moves]] = {}
-        self._in_doubt = False
-        self._num_operations = 0
-        self._nbytes = 0
-        self._write_seconds = 0.0
+        self._jobs: dict[asyncio.Future[Moves], Future[Moves]] = {}
+        self._moves = Moves()
         self._stats: TransferStats | None = None
 
     @property
@@ -141,8 +152,11 @@ class Transfer:
     ) -> None:
         if error is None:
             await self._finish()
-        else:
+            return
+        try:
             await self._give_up(f"the sender failed: {kind.__name__ if kind else error}")
+        finally:
+            self._end(error)
 
     async def send_layer(self, layer: int) -> None:
         """Moves the pages of one layer, every role; returns when they are in place at the peer and it was told so.
@@ -167,8 +181,12 @@ class Transfer:
 
     async def abort(self, reason: str = "the sender does not want it any more") -> None:
         """Ends the transfer; returns when nothing of it is in flight any more."""
-        self.fail(TransferAbortedError(f"transfer {self._key!r} was aborted here: {reason}"))
-        await self._give_up(reason)
+        error = TransferAbortedError(f"transfer {self._key!r} was aborted here: {reason}")
+        self.fail(error)
+        try:
+            await self._give_up(reason)
+        finally:
+            self._end(error)
 
     # What the route tells it.
 
@@ -203,8 +221,36 @@ class Transfer:
     async def _begin(self) -> None:
         self._started = time.monotonic()
         self._deadline = self._started + self._timeout_s
+        self._lease = _retain(self._snapshot)
+        try:
+            may_be_lost = True
+            while True:
+                self._route = await self._connect(self._deadline)
+                try:
+                    await self._offer()
+                    return
+                except StaleGenerationError:
+                    # The pool was registered anew after we heard of it: its new announcement has come by now.
+                    self._start_over()
+                except PeerLostError:
+                    # Nothing was written yet: a session that had broken unnoticed costs no transfer.
+                    if not may_be_lost:
+                        raise
+                    may_be_lost = False
+                    self._start_over()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _start_over(self) -> None:
+        self._stop = StopFlag()
+        self._granted = self._loop.create_future()
+        self._acknowledged = self._loop.create_future()
+        self._error = None
+
+    async def _offer(self) -> None:
         snapshot, spec = self._snapshot, self._snapshot.pool.spec
-        remote = self._route.pool_for(spec)
+        remote = self._remote = self._route.pool_for(spec, self._pool_name)
         dest = remote.layout
         check_pair(spec, dest.spec)
         page_map = page_map_of(snapshot, dest.spec)
@@ -213,7 +259,7 @@ class Transfer:
             key=self._key,
             pool_id=remote.pool.pool_id,
             generation=remote.pool.generation,
-            descriptors=encode_many(snapshot.descriptors(), dialect=self._route.dialect()),
+            descriptors=snapshot.encode_descriptors(dialect=self._route.dialect()),
             block_table=snapshot.block_table,
             seq_ptr=snapshot.seq_ptr,
             seq_lens=snapshot.seq_lens,
@@ -222,6 +268,8 @@ class Transfer:
             total_heads=spec.heads_of_model,
             page_keys=self._page_keys if self._page_keys is not None else np.empty((0, 0), np.uint8),
             deadline_s=self._timeout_s,
+            lane=remote.lane,
+            path=remote.path,
         )
         transfer_id = session.offer(offer, now=self._loop.time(), timeout_s=self._timeout_s)
         self._transfer_id = transfer_id
@@ -229,35 +277,53 @@ class Transfer:
         self._route.notify()
         try:
             grant = await self._wait(self._granted, "a grant")
-            self._memories = remote.memories
-            self._plan = plan_transfer(
-                snapshot.pool.layout,
-                dest,
-                page_map,
-                grant.page_ids,
-                resident=grant.resident if len(grant.resident) else None,
-                zero_tails=self._zero_tails,
-            )
-            if self._plan.zeros_nbytes:
-                self._zeros = self._route.zeros(self._plan.zeros_nbytes)
+            self._prepare(page_map, grant)
         except BaseException:
             await self._give_up("the offer came to nothing")
             raise
+
+    def _prepare(self, page_map: PageMap, grant: Grant) -> None:
+        pool, dest = self._snapshot.pool, self._remote.layout
+        resident = grant.resident if len(grant.resident) else None
+        if not self._remote.memories:
+            self._packer = Packer(self._snapshot, dest.spec, page_map, resident=resident, zero_tails=self._zero_tails)
+            self._plan = self._packer.plan
+            return
+        self._plan = plan_transfer(
+            pool.layout, dest, page_map, grant.page_ids, resident=resident, zero_tails=self._zero_tails
+        )
+        self._writer = Writer(
+            pool,
+            self._plan,
+            self._remote.memories,
+            zeros=self._route.zeros(self._plan.zeros_nbytes) if self._plan.zeros_nbytes else None,
+            stop=self._stop,
+            deadline=self._deadline,
+        )
 
     async def _send(self, layers: list[int]) -> None:
         if self._error is not None:
             raise self._error
         self._sent_layers.update(layers)
-        job = self._route.movers.submit(self._move, layers)
+        if self._writer is not None:
+            await self._write(self._writer, layers)
+        elif self._packer is not None:
+            await self._send_frames(self._packer, layers)
+
+    async def _write(self, writer: Writer, layers: list[int]) -> None:
+        """In a mover thread, until the deadline."""
+
+        def ended(indices: list[int]) -> None:
+            self._loop.call_soon_threadsafe(self._ended, indices)
+
+        job = self._route.movers.submit(writer.write, layers, ended)
         moving = asyncio.wrap_future(job)
         self._jobs[moving] = job
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
-                moves = await asyncio.shield(moving)
+                self._moves.add(await asyncio.shield(moving))
         except (TimeoutError, DeadlineExceededError) as error:
-            late = DeadlineExceededError("pages were not moved in time", field="timeout_s", value=self._timeout_s)
-            self.fail(late)
-            raise late from error
+            raise self._late() from error
         except HurrayError as error:
             self.fail(error)
             # Posting stops for a reason: an abort or a lost peer tells more than "stopped".
@@ -265,60 +331,40 @@ class Transfer:
         finally:
             if moving.done():
                 del self._jobs[moving]
-        self._num_operations += moves.num_operations
-        self._nbytes += moves.nbytes
-        self._write_seconds += moves.seconds
 
-    def _move(self, layers: list[int]) -> _Moves:
-        """In a mover thread: writes layer by layer, and has the loop tell the peer of each.
+    def _late(self) -> DeadlineExceededError:
+        late = DeadlineExceededError("pages were not moved in time", field="timeout_s", value=self._timeout_s)
+        self.fail(late)
+        return late
 
-        Small layers go several at a time: a call costs as much as copying a few pages.
-        """
-        spec, moves = self._snapshot.pool.spec, _Moves()
-        layer_nbytes = max(1, self._plan.nbytes // spec.num_layers)
-        step = max(1, _MIN_WRITE_NBYTES // layer_nbytes)
-        try:
-            for start in range(0, len(layers), step):
-                some = layers[start : start + step]
-                self._write([m for layer in some for role in spec.roles for m in self._plan.moves(role, layer)], moves)
-                ended = [spec.index(role, layer) for layer in some for role in spec.roles]
-                self._loop.call_soon_threadsafe(self._ended, ended)
-        except HurrayError as error:
-            self._in_doubt = self._in_doubt or error.in_doubt
-            raise
-        except BaseException:
-            self._in_doubt = True
-            raise
-        return moves
+    async def _send_frames(self, packer: Packer, layers: list[int]) -> None:
+        """Where the peer's memory cannot be reached: page bytes as TENSOR_DATA, no faster than the peer takes them."""
+        spec, session = self._snapshot.pool.spec, self._route.session
+        for layer in layers:
+            for role in spec.roles:
+                index = spec.index(role, layer)
+                started = time.monotonic()
+                packed, num_operations = await asyncio.to_thread(packer.buffer, role, layer)
+                data = packed.data
+                try:
+                    async with asyncio.timeout(self._deadline - time.monotonic()):
+                        for start in range(0, len(data), _FRAME_NBYTES):
+                            if self._error is not None:
+                                raise self._error
+                            frame = data[start : start + _FRAME_NBYTES]
+                            session.tensor_data(self._require_id(), index, start, frame, now=self._loop.time())
+                            await self._route.flush()
+                except TimeoutError as error:
+                    raise self._late() from error
+                self._moves.add(Moves(num_operations, len(data), time.monotonic() - started))
+                self._ended([index])
+        if self._error is not None:
+            raise self._error
 
-    def _write(self, moves: list[Move], done: _Moves) -> None:
-        """Writes some moves: one call for all with the same program between the same two regions."""
-        together: dict[tuple[int, int, int], list[Move]] = {}
-        for move in moves:
-            key = (id(move.program), move.src_region_index, move.dst_region_index)
-            together.setdefault(key, []).append(move)
-        for (_, src_region, dst_region), same in together.items():
-            src = self._snapshot.pool.regions[src_region]
-            bases = [(move.src_base_nbytes, move.dst_base_nbytes) for move in same]
-            for plan in same[0].program.plans():
-                self._write_plan(src, dst_region, plan, bases, done)
-            zeros = same[0].program.zeros
-            if zeros is not None and self._zeros is not None:
-                self._write_plan(self._zeros, dst_region, zeros, [(0, dst_base) for _, dst_base in bases], done)
-
-    def _write_plan(self, src: Region, dst_region: int, plan: Plan, bases: list[tuple[int, int]], done: _Moves) -> None:
-        src_offsets, dst_offsets, lengths = _placed(plan, bases)
-        moved = self._memories[dst_region].write(
-            src,
-            src_offsets=src_offsets,
-            dst_offsets=dst_offsets,
-            lengths=lengths,
-            stop=self._stop,
-            timeout_s=max(0.0, self._deadline - time.monotonic()),
-        )
-        done.num_operations += moved.num_operations
-        done.nbytes += moved.nbytes
-        done.seconds += moved.seconds
+    def _require_id(self) -> int:
+        if self._transfer_id is None:
+            raise self._error or TransferAbortedError(f"transfer {self._key!r} has ended")
+        return self._transfer_id
 
     def _ended(self, indices: list[int]) -> None:
         if self._error is None and self._transfer_id is not None:
@@ -338,17 +384,27 @@ class Transfer:
                     fix="Call send_layer for each, or send_rest, before leaving the block",
                 )
             await self._wait(self._acknowledged, "the acknowledgement")
-        except BaseException:
+        except BaseException as error:
             await self._give_up("the transfer was not completed")
+            self._end(error)
             raise
         self._forget()
         self._stats = self._collect()
+        self._end(None)
+        self._tally.sent(self._stats)
+
+    def _end(self, error: BaseException | None) -> None:
+        """The source's pages are the application's again."""
+        if self._lease is None:
+            return  # it has ended before
+        self._lease.release()
+        self._lease = None
+        if error is not None:
+            self._tally.failed("send", error)
 
     def _collect(self) -> TransferStats:
         snapshot, spec, plan = self._snapshot, self._snapshot.pool.spec, self._plan
         num_entries = int((-(-snapshot.seq_lens.astype(np.int64) // spec.page_size)).sum())
-        nbytes_per_page = sum(_page_nbytes(spec))
-        memory = self._memories[0]
         return TransferStats(
             key=self._key,
             num_sequences=snapshot.num_seqs,
@@ -356,13 +412,13 @@ class Transfer:
             num_table_entries=num_entries,
             num_pages=plan.num_pages,
             num_resident=plan.num_resident,
-            logical_nbytes=num_entries * nbytes_per_page * len(spec.tensors),
-            sent_nbytes=self._nbytes,
-            num_operations=self._num_operations,
+            logical_nbytes=num_entries * pages_nbytes(spec),
+            sent_nbytes=self._moves.nbytes,
+            num_operations=self._moves.num_operations,
             seconds=time.monotonic() - self._started,
-            write_seconds=self._write_seconds,
-            lane=memory.lane,
-            path=memory.path.value,
+            write_seconds=self._moves.seconds,
+            lane=self._remote.lane,
+            path=self._remote.path,
         )
 
     async def _wait(self, future: asyncio.Future[_T], what: str) -> _T:
@@ -389,7 +445,7 @@ class Transfer:
         if self._transfer_id is not None:
             session, now = self._route.session, self._loop.time()
             session.abort(self._transfer_id, ErrorCode.ABORTED, reason, now=now)
-            if not self._in_doubt:
+            if self._writer is None or not self._writer.in_doubt:
                 session.quiet(self._transfer_id, now=now)
             self._route.notify()
             self._forget()
@@ -416,17 +472,10 @@ class Transfer:
             self._transfer_id = None
 
 
-def _page_nbytes(spec: CacheSpec) -> tuple[int, int, int]:
-    """Bytes of one page of one role of one layer, of its scales and of its zero points."""
-    scales = spec.page_size * ElementType.from_name(spec.scale_dtype).nbytes(1) if spec.scale_dtype else 0
-    return spec.page_nbytes, scales, spec.page_size * ElementType.INT32.nbytes(1) if spec.zero_points else 0
-
-
-def _placed(plan: Plan, bases: list[tuple[int, int]]) -> tuple[Offsets, Offsets, Offsets]:
-    """One plan at each (source, destination) base: offsets in the two regions, uint64 ``[len(bases) * operations]``."""
-    places = np.array(bases, np.uint64)
-    return (
-        (places[:, :1] + plan.src_offsets).ravel(),
-        (places[:, 1:] + plan.dst_offsets).ravel(),
-        np.tile(plan.lengths, len(bases)),
-    )
+def _retain(snapshot: Snapshot) -> Lease:
+    """Keeps pages of the snapshot that somebody leased from going back to their pool; those of a pool whose pages the
+    application hands out itself are its own care."""
+    allocator = snapshot.pool.allocator
+    page_ids = np.unique(snapshot.block_table)
+    _, lease = allocator.retain_current(page_ids, allocator.births(page_ids))
+    return lease

@@ -7,7 +7,7 @@ native module: RMA calls and the posting loops).
 from hurray_rdma.transport.context import Context, default_context
 from hurray_rdma.transport.endpoint import Endpoint, Worker
 from hurray_rdma.transport.lanes import Lane, LaneReport
-from hurray_rdma.transport.memory import Region, RemoteRegion
+from hurray_rdma.transport.memory import Region, RemoteRegion, copy_local
 from hurray_rdma.transport.remote import Moved, Path, RemoteMemory, StopFlag
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "RemoteRegion",
     "StopFlag",
     "Worker",
+    "copy_local",
     "default_context",
 ]

@@ -19,7 +19,7 @@ from hurray_rdma.transport.envelope import seal
 if TYPE_CHECKING:
     from hurray_rdma.transport.context import Context
 
-__all__ = ["Region", "RemoteRegion"]
+__all__ = ["Region", "RemoteRegion", "copy_local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +130,19 @@ class Region:
     def __repr__(self) -> str:
         state = " [closed]" if self.closed else ""
         return f"<Region {self.device} {self.address:#x} +{self.nbytes}{state}>"
+
+
+def copy_local(
+    src_address: int,
+    dst_address: int,
+    src_offsets: NDArray[np.uint64],
+    dst_offsets: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+) -> None:
+    """Copies pieces between two places in this process's host memory; releases the GIL.
+
+    Args:
+        src_address, dst_address: first bytes; both memories are alive, and large enough, until it returns.
+        src_offsets, dst_offsets, lengths: uint64 ``[num_operations]``, bytes.
+    """
+    native.memcpy(src_address, dst_address, src_offsets, dst_offsets, lengths)

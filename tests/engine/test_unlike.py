@@ -331,7 +331,7 @@ def test_cache_groups_of_a_hybrid_model_travel_together() -> None:
 
             async def run() -> dict[str, Any]:
                 async with Engine(pools, timeout_s=20) as engine, engine.connect(address) as peer:
-                    with PagePool.allocate(SPEC, 8) as other, pytest.raises(GeometryError, match="groups with layers"):
+                    with PagePool.allocate(SPEC, 8) as other, pytest.raises(GeometryError, match="pools with layers"):
                         await peer.send(Snapshot.from_block_tables(other, [[1]], seq_lens=[4]))
                     return await peer.send_groups(sent, key="hybrid")
 

@@ -115,8 +115,10 @@ def test_sender_that_goes_away_with_offers_waiting_stops_nobody() -> None:
                     await asyncio.sleep(0)  # they make their offers
                     with pytest.raises(DeadlineExceededError):
                         await peer.send(snapshot_of(source, [1]), timeout_s=0.1)  # so the others have been offered
-                    assert peer._channel is not None
-                    peer._channel.abort()
+                    connection = peer._connection
+                    assert connection is not None
+                    assert connection._channel is not None
+                    connection._channel.abort()
                 results = await asyncio.gather(*waiting, return_exceptions=True)
                 assert all(isinstance(result, Exception) for result in results)
                 await settled(pool, 2, 2, 0)

@@ -1,0 +1,350 @@
+"""One session with another engine, from the connecting side: control channel, UCX endpoint, the peer's pools.
+
+It lives as long as its session; `Peer` makes a new one when it is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from hurray_rdma.cache import CacheSpec, PoolLayout
+from hurray_rdma.control import (
+    AbortRequested,
+    Acknowledged,
+    Channel,
+    ClientSession,
+    Event,
+    Granted,
+    PeerInfo,
+    Pool,
+    PoolAnnounced,
+    PoolRemoved,
+    PoolsAnnounced,
+    Refused,
+    SessionClosed,
+    SessionConfig,
+    SSLContext,
+    TransferFailed,
+    open_channel,
+    parse_address,
+)
+from hurray_rdma.engine.compat import announced_layout
+from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.engine.transfer import RemotePool, Transfer
+from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, PeerLostError, TransportError
+from hurray_rdma.format import Dialect
+from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteMemory, RemoteRegion, StopFlag, Worker
+
+__all__ = ["Connection", "Surroundings"]
+
+_log = logging.getLogger(__name__)
+
+_NUM_MOVERS = 2
+"""Threads of each connection that move pages: a peer that is stuck costs nobody else, a small transfer passes a large
+one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an engine gives all its connections."""
+
+    config: SessionConfig
+    context: Context
+    worker: Worker
+    tally: Tally
+    ssl_context: SSLContext | None
+    server_name: str | None
+
+
+class Connection:
+    """A session with the engine at ``address``: a `TransferRoute`. Made by `open`.
+
+    Args:
+        address: ``host:port``.
+        surroundings: of the engine.
+        on_lost: told when the session that was open has ended; `close` is owed then.
+    """
+
+    def __init__(self, address: str, surroundings: Surroundings, *, on_lost: Callable[[Connection], None]) -> None:
+        self.address = address
+        self._host, self._port = parse_address(address)
+        self._surroundings = surroundings
+        self._on_lost = on_lost
+        self._log = EngineLog(_log, peer=address)
+        self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix=f"hurray-mover-{address}")
+        self._channel: Channel | None = None
+        self._endpoint: Endpoint | None = None
+        self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
+        self._pools: dict[int, RemotePool] = {}
+        self._opened = False
+        self._useless: HurrayError | None = None
+        self._zeros: Region | None = None
+        self._give_up = StopFlag()
+        self._connecting: asyncio.Task[Endpoint] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._error: HurrayError | None = None
+        self._transfers: dict[int, Transfer] = {}
+
+    async def open(self, deadline: float) -> None:
+        """Connects both channels and hears of the peer's pools.
+
+        Args:
+            deadline: until when, on the monotonic clock, seconds.
+
+        Raises:
+            PeerLostError: nobody listens at the address, or it hung up.
+            AuthenticationError: the token or the certificate is not what the other side asks for.
+            DeadlineExceededError: no answer in time.
+            HurrayError: as of `control.open_channel`.
+        """
+        given = self._surroundings
+        started = time.monotonic()
+        self._channel = await open_channel(
+            self._host,
+            self._port,
+            given.config,
+            timeout_s=deadline - started,
+            on_event=self._handle,
+            ssl_context=given.ssl_context,
+            server_hostname=given.server_name,
+        )
+        given.tally.connected()
+        try:
+            await self._connect(deadline)
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._ready.wait()
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"{self.address} told of no pools in time", field="timeout_s", value=deadline - started
+                ) from None
+            self._raise_if_lost()
+            self._opened = True
+            for pool_id in sorted(self._announced):
+                self._open_pool(pool_id)
+            if self._useless is not None and not self._pools:
+                raise self._useless
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _connect(self, deadline: float) -> None:
+        """UCX, if it can; else pages travel on the control channel, which is slow, and said so."""
+
+        def keep(task: asyncio.Task[Endpoint]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self._endpoint = task.result()
+
+        # Half of the time: what does not connect by then is left to the control channel. The thread cannot be
+        # interrupted: what it makes must have an owner, also when nobody waits for it any more.
+        address, budget_s = self._peer_info().worker_address, (deadline - time.monotonic()) / 2
+        connect = self._surroundings.worker.connect
+        task = asyncio.create_task(asyncio.to_thread(connect, address, timeout_s=budget_s, stop=self._give_up))
+        task.add_done_callback(keep)
+        self._connecting = task
+        try:
+            await asyncio.shield(task)
+        except (TransportError, DeadlineExceededError) as error:
+            self._raise_if_lost()
+            self._fall_back(error)
+
+    async def close(self) -> None:
+        """Ends the transfers under way and both channels. Idempotent; goes on when the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        for transfer in list(self._transfers.values()):
+            await transfer.abort("its connection is being closed")
+        if self._connecting is not None:
+            self._give_up.set()
+            await asyncio.wait({self._connecting})
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)  # where it fails, the worker keeps the endpoint
+            self._endpoint = None
+        self._pools.clear()
+        if self._zeros is not None:
+            self._zeros.close()
+        if self._channel is not None:
+            await self._channel.close()
+        self._movers.shutdown(wait=False)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing can be sent over it any more."""
+        return self._error is not None or self._closing is not None
+
+    @property
+    def lanes(self) -> LaneReport | None:
+        """The UCX lanes; None where there are none."""
+        return self._endpoint.lanes if self._endpoint is not None else None
+
+    def first_pool(self) -> RemotePool:
+        """The first pool that the peer has told of.
+
+        Raises:
+            PeerLostError: the session has ended, or there is none.
+        """
+        self._raise_if_lost()
+        if not self._pools:
+            raise self._no_pool()
+        return self._pools[min(self._pools)]
+
+    # As a route of transfers.
+
+    @property
+    def movers(self) -> ThreadPoolExecutor:
+        return self._movers
+
+    @property
+    def session(self) -> ClientSession:
+        assert self._channel is not None
+        session = self._channel.session
+        assert isinstance(session, ClientSession)
+        return session
+
+    def notify(self) -> None:
+        if self._channel is not None:
+            self._channel.notify()
+
+    async def flush(self) -> None:
+        if self._channel is not None:
+            await self._channel.flush()
+
+    def dialect(self) -> Dialect:
+        return Dialect(self._peer_info().dialect)
+
+    def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
+        self._raise_if_lost()
+        if not self._pools:
+            raise self._no_pool()
+        pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
+        if name is not None:
+            for remote in pools:
+                if remote.pool.name == name:
+                    return remote
+            names = [remote.pool.name for remote in pools]
+            raise GeometryError(f"the receiving side has pools {names}", field="pool", value=name)
+        if len(pools) == 1:
+            return pools[0]
+        for remote in pools:
+            theirs = remote.layout.spec
+            if theirs.layer_indices == spec.layer_indices and set(theirs.roles) == set(spec.roles):
+                return remote
+        raise GeometryError(
+            f"the receiving side has pools with layers {[remote.layout.spec.layer_indices for remote in pools]}",
+            field="layers",
+            value=spec.layer_indices,
+        )
+
+    def zeros(self, nbytes: int) -> Region:
+        if self._zeros is None or self._zeros.nbytes < nbytes:
+            self._zeros = self._surroundings.context.allocate(nbytes)
+        return self._zeros
+
+    def register(self, transfer_id: int, transfer: Transfer) -> None:
+        self._transfers[transfer_id] = transfer
+
+    def forget(self, transfer_id: int) -> None:
+        self._transfers.pop(transfer_id, None)
+
+    # Events.
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case PoolAnnounced(pool=pool):
+                self._hear_pool(pool)
+            case PoolRemoved(pool_id=pool_id):
+                self._announced.pop(pool_id, None)
+                self._drop_pool(pool_id)
+            case PoolsAnnounced():
+                self._ready.set()
+            case Granted(transfer_id=transfer_id, grant=grant):
+                if transfer_id in self._transfers:
+                    self._transfers[transfer_id].granted(grant)
+            case Acknowledged(transfer_id=transfer_id):
+                if transfer_id in self._transfers:
+                    self._transfers[transfer_id].acknowledged()
+            case (
+                Refused(transfer_id=transfer_id, error=error)
+                | TransferFailed(transfer_id=transfer_id, error=error)
+                | AbortRequested(transfer_id=transfer_id, error=error)
+            ):
+                if transfer_id in self._transfers:
+                    self._transfers[transfer_id].ended_by_peer(error)
+            case SessionClosed(error=error):
+                self._hear_the_end(error)
+            case _:
+                pass
+
+    def _hear_pool(self, pool: Pool) -> None:
+        try:
+            self._announced[pool.pool_id] = pool, announced_layout(pool)
+            if self._opened:
+                self._open_pool(pool.pool_id)
+        except HurrayError as error:
+            self._announced.pop(pool.pool_id, None)
+            self._drop_pool(pool.pool_id)
+            self._useless = error
+            self._log.warning("its pool %r cannot be used: %s", pool.name, error)
+
+    def _hear_the_end(self, error: HurrayError | None) -> None:
+        self._error = error or PeerLostError(f"the session with {self.address} was closed")
+        self._ready.set()
+        self._surroundings.tally.disconnected(error)
+        if error is not None:
+            self._log.warning("the session has ended: %s", error)
+        if self._opened:
+            self._on_lost(self)
+
+    def _open_pool(self, pool_id: int) -> None:
+        self._drop_pool(pool_id)
+        pool, layout = self._announced[pool_id]
+        memories: list[RemoteMemory] = []
+        if self._endpoint is not None:
+            try:
+                for region in pool.regions:
+                    remote = RemoteRegion(remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey)
+                    memories.append(self._endpoint.open_region(remote))
+            except TransportError as error:
+                for memory in memories:
+                    memory.close()
+                memories.clear()
+                self._fall_back(error)
+        self._pools[pool_id] = RemotePool(pool, layout, tuple(memories))
+
+    def _fall_back(self, error: HurrayError) -> None:
+        self._surroundings.tally.fallback()
+        self._log.warning("pages travel on the control channel, which is slow: %s", error)
+
+    def _drop_pool(self, pool_id: int) -> None:
+        old = self._pools.pop(pool_id, None)
+        for memory in old.memories if old is not None else ():
+            memory.close()
+
+    def _no_pool(self) -> PeerLostError:
+        return PeerLostError(
+            f"{self.address} has no pool to receive into (for this token)", fix="It may add one: Engine.add_pool"
+        )
+
+    def _peer_info(self) -> PeerInfo:
+        info = self.session.peer
+        if info is None:
+            raise PeerLostError(f"the session with {self.address} is not open")
+        return info
+
+    def _raise_if_lost(self) -> None:
+        if isinstance(self._error, PeerLostError):
+            raise PeerLostError(f"the session with {self.address} has ended: {self._error}") from self._error
+        if self._error is not None:
+            raise self._error
+        if self._closing is not None:
+            raise PeerLostError(f"the connection to {self.address} was closed here")

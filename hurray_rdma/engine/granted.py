@@ -1,0 +1,310 @@
+"""What a receiver has granted, from the grant to its end: layers as they come, leases, aborts, quarantine.
+
+Pages of a sender that fell silent stay out of use until no late write of it can land: it says QUIET after all, or
+somebody who knows tells `silenced` or `renewed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.cache import PagePool
+from hurray_rdma.control import ErrorCode, TensorData, error_code
+from hurray_rdma.engine.arrival import Arrival, ArrivalState
+from hurray_rdma.engine.compat import pages_nbytes
+from hurray_rdma.engine.frames import Unpacker
+from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.parts import GoodOffer, Part, Whole
+from hurray_rdma.engine.reach import Reach
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, ProtocolError
+
+__all__ = ["Granted"]
+
+
+class Granted:
+    """Arrivals under way of one pool, and those whose pages are in quarantine. Runs on the event loop.
+
+    Args:
+        pool: where their pages are.
+        name: of the pool, for logs.
+        lease_s: a grant of which nothing is heard for this long is aborted; then its sender has as long to say QUIET.
+        tally: counts what happens.
+    """
+
+    def __init__(self, pool: PagePool, *, name: str, lease_s: float, tally: Tally) -> None:
+        self._pool = pool
+        self._name = name
+        self._lease_s = lease_s
+        self._tally = tally
+        self._loop = asyncio.get_running_loop()
+        self._parts: dict[tuple[Link, int], Part] = {}
+        self._loud: dict[tuple[Link, int], Part] = {}
+        self.unfilled: dict[str, Whole] = {}
+        """By key: arrivals that senders of further heads may join."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        """Arrivals under way."""
+        return len(self.arrivals())
+
+    @property
+    def busy(self) -> bool:
+        """Whether an arrival is under way, or a late write of one still possible."""
+        return bool(self._parts or self.unfilled or self._loud)
+
+    def arrivals(self) -> list[Arrival]:
+        """Those under way."""
+        wholes = [*(part.whole for part in self._parts.values()), *self.unfilled.values()]
+        return list({id(whole): whole.arrival for whole in wholes}.values())
+
+    async def wait_idle(self) -> None:
+        """Returns when no arrival is under way."""
+        while self._parts or self.unfilled:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def add(self, whole: Whole, offer: GoodOffer, page_ids: NDArray[np.uint32]) -> None:
+        """The sender was told of its pages.
+
+        Args:
+            whole: what it belongs to.
+            offer: what was granted.
+            page_ids: the pages that travel, uint32 ``[num_pages]``.
+        """
+        part = Part(offer, whole, page_ids, self._loop.time(), self._lease_timer(*offer.key, self._lease_s))
+        self._parts[offer.key] = part
+        whole.parts.append(part)
+        whole.heads.append(offer.heads)
+        if sum(last - first for first, last in whole.heads) == self._pool.spec.num_heads:
+            self.unfilled.pop(offer.offer.key, None)
+        elif len(whole.heads) == 1:
+            self.unfilled[offer.offer.key] = whole
+            self._watch_unfilled(whole)
+
+    # Layers.
+
+    def data(self, event: TensorData, link: Link) -> None:
+        """Page bytes came on the control channel."""
+        part = self._parts.get((link, event.transfer_id))
+        if part is None or part.whole.arrival.state is not ArrivalState.ARRIVING:
+            return
+        part.heard = self._loop.time()
+        try:
+            if part.reach is not Reach.FRAMES:
+                raise ProtocolError("the offer said that pages come otherwise", field="path", value="frames")
+            self._unpacker(part).feed(event.descriptor_index, event.offset_nbytes, event.data)
+        except HurrayError as error:
+            self._fail_part(part, error)
+
+    def descriptor_ended(self, link: Link, transfer_id: int, index: int) -> None:
+        """All pages of one role of one layer are in place, says the sender."""
+        part = self._parts.get((link, transfer_id))
+        if part is None:
+            return
+        part.heard = self._loop.time()
+        if part.whole.arrival.state is not ArrivalState.ARRIVING:
+            return
+        if part.reach is Reach.FRAMES:
+            try:
+                self._unpacker(part).finish(index)
+            except HurrayError as error:
+                self._fail_part(part, error)
+                return
+        _, layer = part.offer.source.tensors[index]
+        first, last = part.offer.heads
+        part.whole.arrival.layer_ended(layer, num_heads=last - first)
+
+    def all_ended(self, link: Link, transfer_id: int) -> None:
+        """A sender has done its part."""
+        key = link, transfer_id
+        part = self._parts.get(key)
+        if part is None or part.whole.arrival.state is ArrivalState.ABORTING:
+            return  # what was not wanted any more waits for QUIET
+        self._forget(key)
+        link.session.acknowledge(transfer_id, now=self._loop.time())
+        whole = part.whole
+        whole.parts.remove(part)
+        if not whole.parts and self.unfilled.get(part.offer.offer.key) is not whole:
+            self._complete(whole)
+        self._look_idle()
+
+    def _complete(self, whole: Whole) -> None:
+        if whole.page_keys is not None:
+            self._pool.resident.insert(whole.page_keys, whole.written)
+        now, offer = self._loop.time(), whole.offer
+        self._tally.received(
+            nbytes=len(whole.written) * pages_nbytes(self._pool.spec),
+            num_pages=len(whole.written),
+            num_resident=whole.num_resident,
+            lane=offer.offer.lane,
+            path=offer.offer.path,
+            seconds=now - whole.granted,
+            waited_s=whole.granted - offer.came,
+        )
+        whole.arrival.completed()
+
+    def _unpacker(self, part: Part) -> Unpacker:
+        if part.unpacker is None:
+            part.unpacker = Unpacker(part.offer.source, self._pool, part.page_ids)
+        return part.unpacker
+
+    # Early ends.
+
+    def abort(self, arrival: Arrival, code: ErrorCode, reason: str) -> None:
+        """The arrival is not wanted any more: its senders are asked to stop."""
+        for part in [part for part in self._parts.values() if part.whole.arrival is arrival]:
+            self._ask_to_stop(part, code, reason)
+        for whole in [whole for whole in self.unfilled.values() if whole.arrival is arrival]:
+            self._unfill(whole)
+            self._end_if_over(whole)
+        self._look_idle()
+
+    def stopped(self, link: Link, transfer_id: int, error: HurrayError) -> None:
+        """A sender wants out, or broke the protocol: its pages wait for QUIET, or for the end of the session."""
+        part = self._parts.get((link, transfer_id))
+        if part is not None:
+            self._stop_whole(part.whole, error, but=part)
+
+    def quiet(self, link: Link, transfer_id: int) -> None:
+        """Nothing of a transfer is in flight any more."""
+        key = link, transfer_id
+        if key in self._parts:
+            self._end_part(key, PeerLostError(f"the sender gave up on {self._parts[key].whole.arrival.key!r}"))
+        elif key in self._loud:
+            self._hush(key)
+
+    def lost(self, link: Link, error: HurrayError) -> None:
+        """A connection has ended; what its sender still writes nobody knows."""
+        for key in [key for key in self._parts if key[0] is link]:
+            self._end_part(key, error, loud=self._parts[key].reach is not Reach.FRAMES)
+
+    def silenced(self, link: Link, reaches: Iterable[Reach]) -> None:
+        """Late writes of a peer have become impossible, of those that reach here in one of these ways."""
+        for key in [key for key, part in self._loud.items() if key[0] is link and part.reach in reaches]:
+            self._hush(key)
+
+    def renewed(self) -> None:
+        """The pool has been registered anew."""
+        revoked = {Reach.KEY}
+        if all(region.allocated for region in self._pool.regions):
+            revoked.add(Reach.MAPPING)
+        for key in [key for key, part in self._loud.items() if part.reach in revoked]:
+            self._hush(key)
+
+    def owed_by(self, link: Link) -> bool:
+        """Whether late writes of a peer are still possible."""
+        return any(of_link is link for of_link, _ in self._loud)
+
+    def _fail_part(self, part: Part, error: HurrayError) -> None:
+        self._stop_whole(part.whole, error, but=part)
+        self._ask_to_stop(part, ErrorCode(error_code(error)), str(error))
+
+    def _ask_to_stop(self, part: Part, code: ErrorCode, reason: str) -> None:
+        part.heard = self._loop.time()  # from now on it has one lease to say QUIET
+        part.offer.link.session.abort(part.offer.transfer_id, code, reason, now=part.heard)
+        part.offer.link.notify()
+
+    def _stop_whole(self, whole: Whole, error: HurrayError, *, but: Part) -> None:
+        """One part will not come: the arrival fails, and the other senders are told to stop."""
+        if whole.arrival.stopping(error):
+            self._tally.failed("receive", error)
+            self._unfill(whole)
+            for part in whole.parts:
+                if part is not but:
+                    self._ask_to_stop(part, ErrorCode.ABORTED, f"another sender failed: {error}")
+
+    def _end_part(self, key: tuple[Link, int], error: HurrayError, *, loud: bool = False) -> None:
+        """A part that will not be complete is over; ``loud``: writes of it may still land."""
+        part = self._parts[key]
+        self._forget(key)
+        whole = part.whole
+        whole.parts.remove(part)
+        if loud:
+            self._loud[key] = part
+            whole.loud.add(part)
+        self._stop_whole(whole, error, but=part)
+        self._end_if_over(whole)
+        self._look_idle()
+
+    def _end_if_over(self, whole: Whole) -> None:
+        if whole.parts or whole.arrival.state is not ArrivalState.ABORTING:
+            return
+        whole.arrival.ended(quiet=not whole.loud)
+        if whole.loud:
+            self._tally.quarantined(len(whole.written))
+            whole.offer.link.log.bind(key=whole.arrival.key, pool=self._name).warning(
+                "%d pages are in quarantine: the sender fell silent, and a late write of it cannot be ruled out",
+                len(whole.written),
+            )
+
+    def _hush(self, key: tuple[Link, int]) -> None:
+        part = self._loud.pop(key)
+        whole = part.whole
+        whole.loud.discard(part)
+        if not whole.loud and whole.arrival.state is ArrivalState.QUARANTINED:
+            whole.arrival.recovered()
+            self._tally.recovered(len(whole.written))
+            key[0].log.bind(key=whole.arrival.key, pool=self._name).info(
+                "%d pages are back from quarantine: no late write can land any more", len(whole.written)
+            )
+
+    # Senders of further heads.
+
+    def _watch_unfilled(self, whole: Whole) -> None:
+        """They have one lease to come, counted from the last that did."""
+        self._loop.call_later(self._lease_s, partial(self._unfilled_due, whole, len(whole.heads)))
+
+    def _unfilled_due(self, whole: Whole, num_parts: int) -> None:
+        if self.unfilled.get(whole.offer.offer.key) is not whole:
+            return
+        if len(whole.heads) > num_parts or whole.parts:
+            self._watch_unfilled(whole)
+            return
+        error = DeadlineExceededError(
+            f"senders of the other heads of {whole.arrival.key!r} did not come", field="lease_s", value=self._lease_s
+        )
+        if whole.arrival.stopping(error):
+            self._tally.failed("receive", error)
+            self._unfill(whole)
+            self._end_if_over(whole)
+        self._look_idle()
+
+    def _unfill(self, whole: Whole) -> None:
+        if self.unfilled.get(whole.offer.offer.key) is whole:
+            del self.unfilled[whole.offer.offer.key]
+
+    # Leases.
+
+    def _lease_timer(self, link: Link, transfer_id: int, after_s: float) -> asyncio.TimerHandle:
+        return self._loop.call_later(after_s, self._lease_due, link, transfer_id)
+
+    def _lease_due(self, link: Link, transfer_id: int) -> None:
+        """Nothing heard for too long: once to ask for the end, once more to stop waiting for it."""
+        key = link, transfer_id
+        part = self._parts[key]
+        left_s = part.heard + self._lease_s - self._loop.time()
+        if left_s > 0:
+            part.lease_timer = self._lease_timer(*key, left_s)
+            return
+        error = DeadlineExceededError("the sender let the lease run out", field="lease_s", value=self._lease_s)
+        if part.whole.arrival.state is ArrivalState.ARRIVING:
+            self._tally.lease_expired()
+            self._stop_whole(part.whole, error, but=part)
+            self._ask_to_stop(part, ErrorCode.LEASE_EXPIRED, str(error))
+            part.lease_timer = self._lease_timer(*key, self._lease_s)
+        else:
+            self._end_part(key, error, loud=part.reach is not Reach.FRAMES)
+
+    def _forget(self, key: tuple[Link, int]) -> None:
+        self._parts.pop(key).lease_timer.cancel()
+
+    def _look_idle(self) -> None:
+        if not self._parts and not self.unfilled:
+            self._idle.set()

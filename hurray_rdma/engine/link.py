@@ -1,0 +1,62 @@
+"""One sender's connection, as the receivers of this engine know it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from hurray_rdma.control import Channel, PeerInfo, ServerSession
+from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.processes import ProcessWatch
+from hurray_rdma.transport import Worker
+
+__all__ = ["Link"]
+
+_log = logging.getLogger(__name__)
+
+
+class Link:
+    """A channel whose session is the listening side's, and what is known of the process at its other end.
+
+    Args:
+        channel: its session is open.
+        own_worker: the UCX worker that this peer alone was told of; None where it has the engine's.
+        shares_memory: whether the peer writes through this host's memory, so that its process can be watched.
+        ended: called when its process has ended.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        own_worker: Worker | None,
+        shares_memory: bool,
+        ended: Callable[[Link], None],
+    ) -> None:
+        assert isinstance(channel.session, ServerSession)
+        assert channel.session.peer is not None
+        self.session = channel.session
+        self.notify = channel.notify
+        self.peer: PeerInfo = channel.session.peer
+        self.own_worker = own_worker
+        self.log = EngineLog(_log, peer=self.peer.engine_name)
+        self._watch: ProcessWatch | None = None
+        if shares_memory:
+            try:
+                self._watch = ProcessWatch(self.peer.process_id, lambda: ended(self))
+            except ValueError as error:
+                self.log.warning("pages that this peer leaves behind will stay in quarantine: %s", error)
+
+    @property
+    def now(self) -> float:
+        """The time on the session's clock, seconds."""
+        return asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        """Stops watching the peer's process. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def __repr__(self) -> str:
+        return f"<Link from {self.peer.engine_name}>"

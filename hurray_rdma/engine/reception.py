@@ -1,0 +1,303 @@
+"""The listening side of an engine: who has connected, which pools they may write into, and who can write no more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from dataclasses import replace
+
+from hurray_rdma.cache import PageAccounts, PagePool
+from hurray_rdma.control import (
+    Channel,
+    Event,
+    EventHandler,
+    Listener,
+    Offered,
+    ServerSession,
+    SessionClosed,
+    SessionConfig,
+    SessionOpened,
+    SSLContext,
+    StaleGenerationError,
+    serve,
+)
+from hurray_rdma.engine.arrival import Arrival
+from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.reach import Reach
+from hurray_rdma.engine.receiver import Receiver
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import ConfigError
+from hurray_rdma.transport import Context, Worker
+
+__all__ = ["Reception"]
+
+
+class Reception:
+    """Accepts senders and hands their events to the receiver of the pool that they are about.
+
+    Senders that share this host's memory write through it, and all of them get the engine's UCX worker. Any other gets
+    a worker of its own: closing it when the session ends is what makes a late write over the network impossible.
+
+    Args:
+        context: of all pools.
+        worker: the engine's.
+        arrivals: where granted transfers go.
+        lease_s, timeout_s: as of `Receiver`.
+        tally: counts what happens.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        worker: Worker,
+        *,
+        arrivals: asyncio.Queue[Arrival | None],
+        lease_s: float,
+        timeout_s: float,
+        tally: Tally,
+    ) -> None:
+        self._context = context
+        self._worker = worker
+        self._arrivals = arrivals
+        self._lease_s = lease_s
+        self._timeout_s = timeout_s
+        self._tally = tally
+        self._tenants: dict[str, str] = {}
+        self._receivers: dict[str, Receiver] = {}
+        self._removed: list[Receiver] = []
+        self._num_pools = 0
+        self._token: str | None = None
+        self._listener: Listener | None = None
+        self._links: dict[Link, Channel] = {}
+        self._owing: set[Link] = set()
+        self._own_workers: dict[bytes, Worker] = {}
+        self._endings: set[asyncio.Task[None]] = set()
+
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        config: SessionConfig,
+        *,
+        ssl_context: SSLContext | None,
+        allow_unauthenticated: bool,
+    ) -> None:
+        """Accepts senders from now on; pools that exist before are announced first.
+
+        Raises:
+            ConfigError: as of `control.serve`.
+        """
+        self._token = config.token
+        self._listener = await serve(
+            host,
+            port,
+            replace(config, tenants=self._tenants, worker_address=self._worker_address),
+            on_session=self._accept,
+            ssl_context=ssl_context,
+            allow_unauthenticated=allow_unauthenticated,
+        )
+
+    async def close(self) -> None:
+        """Ends all sessions and what they had under way."""
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(self._finish)
+            for receiver in self._all():
+                steps.callback(receiver.close)
+            for channel in list(self._links.values()):
+                steps.push_async_callback(channel.close)
+            if self._listener is not None:
+                steps.push_async_callback(self._listener.close)
+
+    async def _finish(self) -> None:
+        while self._endings:
+            await asyncio.wait(self._endings)
+        for link in self._owing:
+            link.close()
+
+    # What it holds.
+
+    @property
+    def address(self) -> str:
+        """``host:port`` as it listens."""
+        assert self._listener is not None
+        return str(self._listener.addresses[0])
+
+    @property
+    def num_sessions(self) -> int:
+        """Senders that are connected."""
+        return len(self._links)
+
+    @property
+    def num_waiting(self) -> int:
+        """Offers that wait for pages."""
+        return sum(receiver.num_waiting for receiver in self._all())
+
+    @property
+    def num_arriving(self) -> int:
+        """Arrivals under way."""
+        return sum(len(receiver.granted) for receiver in self._all())
+
+    def accounts(self) -> dict[str, PageAccounts]:
+        """Where the pages of each pool are, by its name."""
+        return {name or "default": each.pool.allocator.accounts() for name, each in list(self._receivers.items())}
+
+    def generations(self) -> dict[str, int]:
+        """Generation of each pool's registration, by its name."""
+        return {name or "default": each.generation for name, each in list(self._receivers.items())}
+
+    # Pools.
+
+    def add_pool(self, pool: PagePool, *, name: str, token: str | None) -> None:
+        """Receives into a further pool; see `Engine.add_pool`.
+
+        Raises:
+            ConfigError: the name or the token is taken.
+        """
+        if name in self._receivers or (not name and self._num_pools):
+            raise ConfigError(f"must be none of {sorted(self._receivers)}, and not empty", field="name", value=name)
+        if token is not None:
+            if not token or token == self._token or token in self._tenants.values():
+                raise ConfigError(f"pool {name!r} needs a token that no other pool and not the engine has")
+            self._tenants[name] = token
+        receiver = Receiver(
+            pool,
+            pool_id=self._num_pools,
+            name=name,
+            tenant=name if token is not None else "",
+            arrivals=self._arrivals,
+            lease_s=self._lease_s,
+            timeout_s=self._timeout_s,
+            tally=self._tally,
+        )
+        self._num_pools += 1
+        self._receivers[name] = receiver
+        for link in self._links:
+            receiver.announce(link)
+
+    def remove_pool(self, name: str) -> None:
+        """Takes no more transfers into a pool; see `Engine.remove_pool`.
+
+        Raises:
+            ConfigError: there is no such pool.
+        """
+        receiver = self._named(name)
+        del self._receivers[name]
+        self._tenants.pop(name, None)
+        for link in self._links:
+            receiver.announce(link, removed=True)
+        receiver.close("the pool was removed")
+        self._removed.append(receiver)
+
+    async def reregister(self, name: str, *, timeout_s: float) -> None:
+        """Registers a pool anew; see `Engine.reregister`.
+
+        Raises:
+            ConfigError: there is no such pool.
+            DeadlineExceededError, RegistrationError: nothing was done.
+        """
+        receiver = self._named(name)
+        await receiver.settle(timeout_s)
+        try:
+            await asyncio.to_thread(receiver.pool.renew)
+            receiver.renewed(self._links)
+        finally:
+            receiver.resume()
+
+    def _named(self, name: str) -> Receiver:
+        try:
+            return self._receivers[name]
+        except KeyError:
+            raise ConfigError(f"must be one of {sorted(self._receivers)}", field="name", value=name) from None
+
+    # Sessions.
+
+    def _worker_address(self, host_id: bytes) -> bytes:
+        """What a sender of that host is told to connect to."""
+        if host_id == self._context.memory_domain:
+            return self._worker.address
+        worker = self._context.open_worker()
+        self._own_workers[worker.address] = worker
+        return worker.address
+
+    def _accept(self, channel: Channel) -> EventHandler:
+        """A sender has connected and may stay."""
+        session = channel.session
+        assert isinstance(session, ServerSession)
+        own_worker = self._own_workers.pop(session.worker_address, None)
+        link = Link(channel, own_worker=own_worker, shares_memory=own_worker is None, ended=self._process_ended)
+        self._links[link] = channel
+        self._tally.connected()
+
+        def handle(event: Event) -> None:
+            match event:
+                case SessionOpened():
+                    for receiver in self._receivers.values():
+                        receiver.announce(link)
+                case Offered(transfer_id=transfer_id, offer=offer):
+                    meant = self._meant_by(offer.pool_id, link)
+                    if meant is not None:
+                        meant.handle(link, event)
+                    else:
+                        error = StaleGenerationError("there is no such pool", field="pool_id", value=offer.pool_id)
+                        link.session.refuse(transfer_id, error, now=link.now)
+                case SessionClosed(error=error):
+                    for receiver in self._all():
+                        receiver.handle(link, event)
+                    self._tally.disconnected(error)
+                    self._ended(link)
+                case _:
+                    for receiver in self._all():  # the one that knows the transfer
+                        receiver.handle(link, event)
+
+        return handle
+
+    def _meant_by(self, pool_id: int, link: Link) -> Receiver | None:
+        """The receiver of a pool that the sender may know of."""
+        for receiver in self._receivers.values():
+            if receiver.pool_id == pool_id and receiver.tenant == link.peer.tenant:
+                return receiver
+        return None
+
+    def _all(self) -> list[Receiver]:
+        """Receivers of all pools, and of removed ones that are not done yet."""
+        if self._removed:
+            self._removed = [receiver for receiver in self._removed if receiver.granted.busy]
+        return [*self._receivers.values(), *self._removed]
+
+    def _ended(self, link: Link) -> None:
+        """A session has ended; what its sender posted before may still be on its way."""
+        del self._links[link]
+        if link.own_worker is not None:
+            self._start(self._close_worker(link, link.own_worker))
+        elif self._owes(link):
+            self._owing.add(link)
+        else:
+            link.close()
+
+    async def _close_worker(self, link: Link, worker: Worker) -> None:
+        await asyncio.to_thread(worker.close)
+        self._silenced(link, {Reach.SOCKET, Reach.KEY})
+
+    def _process_ended(self, link: Link) -> None:
+        self._start(self._drain(link))
+
+    async def _drain(self, link: Link) -> None:
+        """The process of a sender has ended; what it had sent as messages is put where it belongs, and that was all."""
+        if self._owes(link):
+            await asyncio.to_thread(self._worker.drain)
+        self._silenced(link, {Reach.MAPPING, Reach.ADDRESS, Reach.SOCKET})
+
+    def _silenced(self, link: Link, reaches: set[Reach]) -> None:
+        for receiver in self._all():
+            receiver.granted.silenced(link, reaches)
+        if not self._owes(link):
+            self._owing.discard(link)
+
+    def _owes(self, link: Link) -> bool:
+        return any(receiver.granted.owed_by(link) for receiver in self._all())
+
+    def _start(self, ending: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)

@@ -1,0 +1,131 @@
+"""Writes the pages of a transfer into the peer's memory, in a mover thread: the native loops release the GIL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.cache import PagePool
+from hurray_rdma.errors import HurrayError
+from hurray_rdma.plan import Move, Plan, TransferPlan
+from hurray_rdma.transport import Region, RemoteMemory, StopFlag
+
+__all__ = ["Moves", "Writer"]
+
+Offsets = NDArray[np.uint64]
+
+_MIN_WRITE_NBYTES = 4 << 20
+"""Bytes per native call below which layers are put together: a call costs as much as copying a few pages."""
+
+
+@dataclass(slots=True)
+class Moves:
+    """What was moved."""
+
+    num_operations: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: Moves) -> None:
+        """Both together."""
+        self.num_operations += other.num_operations
+        self.nbytes += other.nbytes
+        self.seconds += other.seconds
+
+
+class Writer:
+    """The writes of one transfer.
+
+    Args:
+        pool: where the pages are.
+        plan: what is written.
+        memories: the peer's regions, as the plan counts them.
+        zeros: a region of ``plan.zeros_nbytes`` zeros, where the plan has any.
+        stop: ends it early.
+        deadline: until when, on the monotonic clock, seconds.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        plan: TransferPlan,
+        memories: tuple[RemoteMemory, ...],
+        *,
+        zeros: Region | None,
+        stop: StopFlag,
+        deadline: float,
+    ) -> None:
+        self._pool = pool
+        self._plan = plan
+        self._memories = memories
+        self._zeros = zeros
+        self._stop = stop
+        self._deadline = deadline
+        self.in_doubt = False
+        """Whether bytes of a write that failed may still arrive."""
+
+    def write(self, layers: list[int], ended: Callable[[list[int]], None]) -> Moves:
+        """Writes layer by layer, every role; blocks.
+
+        Args:
+            layers: which.
+            ended: told, on this thread, which descriptors are complete at the peer.
+
+        Raises:
+            HurrayError: as `RemoteMemory.write`.
+        """
+        spec, moves = self._pool.spec, Moves()
+        step = max(1, _MIN_WRITE_NBYTES // max(1, self._plan.nbytes // spec.num_layers))
+        try:
+            for start in range(0, len(layers), step):
+                tensors = [(role, layer) for layer in layers[start : start + step] for role in spec.roles]
+                self._write([move for tensor in tensors for move in self._plan.moves(*tensor)], moves)
+                ended([spec.index(*tensor) for tensor in tensors])
+        except HurrayError as error:
+            self.in_doubt = self.in_doubt or error.in_doubt
+            raise
+        except BaseException:
+            self.in_doubt = True
+            raise
+        return moves
+
+    def _write(self, moves: list[Move], done: Moves) -> None:
+        """Writes some moves: one call for all with the same program between the same two regions."""
+        together: dict[tuple[int, int, int], list[Move]] = {}
+        for move in moves:
+            key = (id(move.program), move.src_region_index, move.dst_region_index)
+            together.setdefault(key, []).append(move)
+        for (_, src_region, dst_region), same in together.items():
+            src = self._pool.regions[src_region]
+            bases = [(move.src_base_nbytes, move.dst_base_nbytes) for move in same]
+            for plan in same[0].program.plans():
+                self._write_plan(src, dst_region, plan, bases, done)
+            zeros = same[0].program.zeros
+            if zeros is not None and self._zeros is not None:
+                self._write_plan(self._zeros, dst_region, zeros, [(0, dst_base) for _, dst_base in bases], done)
+
+    def _write_plan(self, src: Region, dst_region: int, plan: Plan, bases: list[tuple[int, int]], done: Moves) -> None:
+        src_offsets, dst_offsets, lengths = _placed(plan, bases)
+        moved = self._memories[dst_region].write(
+            src,
+            src_offsets=src_offsets,
+            dst_offsets=dst_offsets,
+            lengths=lengths,
+            stop=self._stop,
+            timeout_s=max(0.0, self._deadline - time.monotonic()),
+        )
+        done.add(Moves(moved.num_operations, moved.nbytes, moved.seconds))
+
+
+def _placed(plan: Plan, bases: list[tuple[int, int]]) -> tuple[Offsets, Offsets, Offsets]:
+    """One plan at each (source, destination) base: offsets in the two regions, uint64 ``[len(bases) * operations]``."""
+    places = np.array(bases, np.uint64)
+    return (
+        (places[:, :1] + plan.src_offsets).ravel(),
+        (places[:, 1:] + plan.dst_offsets).ravel(),
+        np.tile(plan.lengths, len(bases)),
+    )
