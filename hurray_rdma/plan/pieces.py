@@ -143,10 +143,14 @@ def _merged(src: Offsets, dst: Offsets, piece_nbytes: int) -> _Batch:
     first = np.ones(len(src), np.bool_)
     # Unsigned differences wrap, so only pieces that meet differ by exactly the length of one.
     np.logical_or(src[1:] - src[:-1] != step, dst[1:] - dst[:-1] != step, out=first[1:])
-    heads = np.flatnonzero(first)
+    heads = first.nonzero()[0]
     if len(heads) == len(src):
         return src, dst, np.full(len(src), step)
-    return src[heads], dst[heads], np.diff(heads, append=len(src)).astype(np.uint64) * step
+    lengths = np.empty(len(heads), np.uint64)
+    lengths[:-1] = heads[1:] - heads[:-1]
+    lengths[-1] = len(src) - heads[-1]
+    lengths *= step
+    return src[heads], dst[heads], lengths
 
 
 def _plan(batches: Sequence[_Batch], num_pages: int) -> Plan:

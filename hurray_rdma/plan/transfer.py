@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,9 +56,8 @@ class Program:
         return plans_of(self._tiles, num_pages=self.num_pages)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Move:
-    """A program at its place: ``plans`` offsets count from these bases."""
+class Move(NamedTuple):
+    """A program at its place: ``plans`` offsets count from these bases. A tuple, since one is made for each tensor."""
 
     part: Part
     src_region_index: int
@@ -89,6 +88,7 @@ class TransferPlan:
     """Whether those are all heads of the destination; if not, other senders have the rest."""
     _spec: CacheSpec
     """Of the source; the following are in the order of its segments."""
+    _parts: tuple[Part, ...]
     _programs: tuple[Program, ...]
     _src_segments: tuple[Segment, ...]
     _dst_segments: tuple[Segment, ...]
@@ -99,9 +99,8 @@ class TransferPlan:
         Raises:
             GeometryError: there is no such role or layer.
         """
-        parts = parts_of(self._spec)
-        first = self._spec.index(role, layer) * len(parts)
-        return tuple(self._move(part, first + number) for number, part in enumerate(parts))
+        first = self._spec.index(role, layer) * len(self._parts)
+        return tuple([self._move(part, index) for index, part in enumerate(self._parts, first)])
 
     def _move(self, part: Part, index: int) -> Move:
         src, dst = self._src_segments[index], self._dst_segments[index]
@@ -164,6 +163,7 @@ def plan_transfer(
         heads=planner.heads,
         covers_dest=planner.heads == dest.spec.heads,
         _spec=source.spec,
+        _parts=parts_of(source.spec),
         _programs=programs,
         _src_segments=source.segments,
         _dst_segments=planner.in_order_of_source(dest.segments),
