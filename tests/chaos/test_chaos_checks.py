@@ -97,7 +97,15 @@ def test_guard_finds_a_byte_in_a_free_page_by_patrol_and_at_the_grant(pool: Page
 
 @pytest.fixture
 def seats(tmp_path: Path) -> tuple[ReceiverSeat, SenderSeat]:
-    common = {"lane": "tcp", "size": "small", "num_pages": 4, "lease_s": 1, "timeout_s": 1, "deadline_s": 1}
+    common = {
+        "lane": "tcp",
+        "size": "small",
+        "num_pages": 4,
+        "lease_s": 1,
+        "timeout_s": 1,
+        "peer_timeout_s": 1,
+        "deadline_s": 1,
+    }
     receiver = ReceiverSeat("receiver0", tmp_path, print, ReceiverSettings(listen="", **common))  # type: ignore[arg-type]
     settings = SenderSettings(address="", **common)  # type: ignore[arg-type]
     proxy = ChaosProxy("127.0.0.1", 1)
@@ -112,6 +120,7 @@ EPISODE = Episode("the connection is cut", 0, ((0, SEND),))
     ("sent", "received", "fine"),
     [
         ("sent", ["delivered"], True),
+        ("sent", ["typed", "delivered"], True),  # the offer was made anew
         ("typed", ["delivered"], True),  # the acknowledgement was lost
         ("typed", ["typed"], True),
         ("typed", [], True),
@@ -119,7 +128,7 @@ EPISODE = Episode("the connection is cut", 0, ((0, SEND),))
         ("sent", [], False),
         ("sent", ["typed"], False),
         ("sent", ["delivered", "delivered"], False),
-        ("typed", ["typed", "delivered"], False),
+        ("typed", ["delivered", "delivered"], False),
         ("hang", ["typed"], False),
         ("untyped", ["typed"], False),
         ("typed", ["hang"], False),

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from hurray_rdma.testing.chaos.scene import SceneResult, play_scene
+from hurray_rdma.testing.chaos.results import SceneResult
+from hurray_rdma.testing.chaos.scene import play_scene
 from hurray_rdma.testing.chaos.schedule import draw_scene
 from hurray_rdma.testing.chaos.words import Plant
 

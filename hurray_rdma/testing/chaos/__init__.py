@@ -11,7 +11,8 @@ What is held true of every fault:
 - a page that is free does not change: not one byte lands after its release was reported;
 - a send ends in time, in success or a `HurrayError`; an arrival ends in time, delivered or with a `HurrayError`;
 - a send that succeeded was delivered, exactly once. A send that failed was delivered at most once: the acknowledgement
-  may be what was lost. So one who sends again until it succeeds is heard at least once;
+  may be what was lost. So one who sends again until it succeeds is heard at least once. An offer that the engine makes
+  anew, since the session was lost before anything was written, may show as an arrival that failed before the other;
 - afterwards the next sends succeed, and pages are free, leased or quarantined and nothing else; once every sender is
   gone all pages are free, and no process, socket, shared memory or file is left.
 """

@@ -29,9 +29,10 @@ def judge(episode: Episode, send: Send, *, sender: SenderSeat, struck: SenderSea
     for each in heard:
         if each.outcome not in (DELIVERED, TYPED):
             raise SceneFailedError(f"{receiver.name}: arrival {name} ended {each.outcome}: {each.detail}")
-    if len(heard) > 1:
-        raise SceneFailedError(f"{receiver.name}: {name} arrived {len(heard)} times: {heard}")
-    delivered = bool(heard) and heard[0].outcome == DELIVERED
+    num_delivered = sum(each.outcome == DELIVERED for each in heard)
+    if num_delivered > 1:
+        raise SceneFailedError(f"{receiver.name}: {name} was delivered {num_delivered} times")
+    delivered = num_delivered == 1
     sent = sender.sent.pop(name, None)
     if sent is None:  # its process was killed
         return delivered

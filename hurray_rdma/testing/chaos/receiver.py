@@ -58,7 +58,13 @@ class ReceiverChild(ChaosChild):
 
     async def open(self) -> None:
         settings = self._settings
-        engine = Engine(self.pool, listen=self._listen, lease_s=settings.lease_s, timeout_s=settings.timeout_s)
+        engine = Engine(
+            self.pool,
+            listen=self._listen,
+            lease_s=settings.lease_s,
+            timeout_s=settings.timeout_s,
+            peer_timeout_s=settings.peer_timeout_s,
+        )
         await engine.start()
         self._engine, self._listen = engine, engine.address
         self.start(self._take_all(engine))

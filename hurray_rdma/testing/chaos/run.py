@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hurray_rdma.testing.chaos.scene import EpisodeResult, SceneResult, play_scene
+from hurray_rdma.testing.chaos.results import EpisodeResult, SceneResult
+from hurray_rdma.testing.chaos.scene import play_scene
 from hurray_rdma.testing.chaos.schedule import KINDS, draw_scene
 
 __all__ = ["ChaosReport", "Tally", "run_chaos"]

@@ -10,8 +10,10 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from hurray_rdma.testing.chaos.child import HANG_AFTER_S
 from hurray_rdma.testing.chaos.faults import Rule
@@ -19,7 +21,8 @@ from hurray_rdma.testing.chaos.judge import judge
 from hurray_rdma.testing.chaos.leftovers import leftovers
 from hurray_rdma.testing.chaos.proxy import ChaosProxy
 from hurray_rdma.testing.chaos.recipe import Recipe
-from hurray_rdma.testing.chaos.schedule import LEASE_S, SEND_S, Blow, Episode, ScenePlan
+from hurray_rdma.testing.chaos.results import EpisodeResult, SceneResult
+from hurray_rdma.testing.chaos.schedule import LEASE_S, PEER_S, SEND_S, Blow, Episode, ScenePlan
 from hurray_rdma.testing.chaos.seats import ReceiverSeat, SceneFailedError, Seat, SenderSeat, together
 from hurray_rdma.testing.chaos.words import (
     SENT,
@@ -29,40 +32,17 @@ from hurray_rdma.testing.chaos.words import (
     Send,
     SenderSettings,
     Sent,
+    Settings,
 )
 
-__all__ = ["EpisodeResult", "SceneResult", "play_scene"]
+__all__ = ["play_scene"]
+
+_S = TypeVar("_S", bound=Settings)
 
 _TIMEOUT_S = 3.0
 _SETTLES_S = 8.0
 _PROBES_S = 15.0
 _SPARE_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeResult:
-    """How one fault went."""
-
-    kind: str
-    reached: bool
-    """Whether the fault came about: the message that it was for may not have come by."""
-    problem: str | None
-    """What does not hold; None if it was survived."""
-    seconds: float
-    num_delivered: int
-    num_failed: int
-    """Transfers that failed, by a typed error on each side that knew of them."""
-
-
-@dataclass(slots=True)
-class SceneResult:
-    """How one scene went."""
-
-    plan: ScenePlan
-    episodes: list[EpisodeResult] = field(default_factory=list)
-    problem: str | None = None
-    """The first thing that does not hold, in an episode or at the end."""
-    log: list[str] = field(default_factory=list)
 
 
 async def play_scene(
@@ -131,15 +111,9 @@ class _Scene:
 
     async def begin(self, stack: contextlib.AsyncExitStack) -> None:
         """Starts everybody; proxies end with ``stack``."""
-        cast, lives_s = self._plan.cast, 120.0 + 20.0 * len(self._plan.episodes)
-        common = {"lane": cast.lane, "size": cast.size, "lease_s": LEASE_S, "timeout_s": _TIMEOUT_S}
+        cast = self._plan.cast
         for number in range(cast.num_receivers):
-            receiving = ReceiverSettings(
-                listen="127.0.0.1:0",
-                num_pages=cast.receiver_pages,
-                deadline_s=lives_s,
-                **common,  # type: ignore[arg-type]
-            )
+            receiving = self._settings(ReceiverSettings, num_pages=cast.receiver_pages, listen="127.0.0.1:0")
             self.receivers.append(ReceiverSeat(f"receiver{number}", self._folder, self._log, receiving))
         await together(*(seat.sit() for seat in self.receivers))
         for number in range(cast.num_senders):
@@ -147,17 +121,23 @@ class _Scene:
             host, _, port = receiver.address.rpartition(":")
             proxy = await stack.enter_async_context(ChaosProxy(host, int(port)))
             self._ports += [receiver.address, proxy.address]
-            sending = SenderSettings(
-                address=proxy.address,
-                num_pages=cast.sender_pages,
-                deadline_s=lives_s,
-                **common,  # type: ignore[arg-type]
-            )
+            sending = self._settings(SenderSettings, num_pages=cast.sender_pages, address=proxy.address)
             self.senders.append(
                 SenderSeat(f"sender{number}", self._folder, self._log, sending, receiver=receiver, proxy=proxy)
             )
         await together(*(seat.sit() for seat in self.senders))
         await self._probe_all()
+
+    def _settings(self, kind: type[_S], **own: object) -> _S:
+        everybody: dict[str, object] = {
+            "lane": self._plan.cast.lane,
+            "size": self._plan.cast.size,
+            "lease_s": LEASE_S,
+            "timeout_s": _TIMEOUT_S,
+            "peer_timeout_s": PEER_S,
+            "deadline_s": 120.0 + 20.0 * len(self._plan.episodes),
+        }
+        return msgspec.convert(everybody | own, kind)
 
     async def play(self, episode: Episode) -> EpisodeResult:
         """One fault, and what must hold after it."""
@@ -300,7 +280,7 @@ class _Scene:
         while (sent := await self._try(sender)).outcome != SENT:
             if time.monotonic() > deadline:
                 raise SceneFailedError(f"{sender.name}: sends fail {_PROBES_S} s after the fault: {sent.detail}")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
 
     async def _try(self, sender: SenderSeat) -> Sent:
         """One small send, and how it ended."""

@@ -19,6 +19,8 @@ __all__ = ["KINDS", "MESSAGES", "Blow", "Cast", "Episode", "ScenePlan", "Spoil",
 
 LEASE_S = 1.0
 """Leases of every engine in a scene."""
+PEER_S = 2.5
+"""Silence after which a peer is lost."""
 SEND_S = 2.0
 """Budget of each send."""
 
@@ -210,7 +212,7 @@ class _Drawer:
             seconds=round(dice.choice((dice.uniform(0.01, 0.3), dice.uniform(0.3, 1.0), dice.uniform(1.0, 2.5))), 3),
             keep_nbytes=dice.choice((0, dice.randint(1, 11), 12, dice.randint(13, 200))),
         )
-        pause_s = 0.4 if carrier == "slow" else dice.choice((0.0, 0.0, 0.01))
+        pause_s = 0.25 if carrier == "slow" else dice.choice((0.0, 0.0, 0.01))
         match carrier:
             case "sender aborts":
                 send = self._send("abort between layers", pause_s=pause_s)
@@ -232,7 +234,7 @@ class _Drawer:
         if kind.startswith("SIG") or "closes" in kind or "cut" in kind:
             what = {"SIGKILL": "kill", "SIGSTOP": "stop"}.get(kind.split(maxsplit=1)[0], "reopen")
             for_s = (
-                6.0
+                PEER_S + 0.5
                 if "session" in kind
                 else round(dice.uniform(1.2, 2.6) if "beyond" in kind else dice.uniform(0, 0.4), 3)
             )

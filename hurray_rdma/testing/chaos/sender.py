@@ -16,10 +16,8 @@ import numpy as np
 from hurray_rdma.cache import PagePool, Snapshot
 from hurray_rdma.engine import Engine, Peer
 from hurray_rdma.errors import (
-    DeadlineExceededError,
     HurrayError,
     PeerLostError,
-    PoolExhaustedError,
     TransferAbortedError,
 )
 from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, make_pool, run_child
@@ -59,7 +57,13 @@ class SenderChild(ChaosChild):
         return self._num_busy
 
     async def open(self) -> None:
-        self._engine = Engine(self.pool, lease_s=self._settings.lease_s, timeout_s=self._settings.timeout_s)
+        settings = self._settings
+        self._engine = Engine(
+            self.pool,
+            lease_s=settings.lease_s,
+            timeout_s=settings.timeout_s,
+            peer_timeout_s=settings.peer_timeout_s,
+        )
         await self._engine.start()
         self.say(Ready())
 
@@ -94,7 +98,6 @@ class SenderChild(ChaosChild):
                 outcome, detail = SENT, ""
             except HurrayError as error:
                 outcome, detail = TYPED, f"{type(error).__name__}: {error}"
-                await self._drop_lost(error)
             except TimeoutError:
                 outcome, detail = HANG, f"over {command.timeout_s + HANG_AFTER_S} s"
             except Exception as error:
@@ -112,14 +115,6 @@ class SenderChild(ChaosChild):
                 await peer.open()
                 self._peer = peer
             return self._peer
-
-    async def _drop_lost(self, error: HurrayError) -> None:
-        peer = self._peer
-        if peer is not None and not isinstance(
-            error, TransferAbortedError | DeadlineExceededError | PoolExhaustedError
-        ):
-            self._peer = None
-            await peer.close()
 
     async def _go(self, command: Send, snapshot: Snapshot) -> None:
         peer, key, timeout_s = await self._connected(), command.recipe.key, command.timeout_s

@@ -36,6 +36,7 @@ __all__ = [
     "Send",
     "SenderSettings",
     "Sent",
+    "Settings",
     "Size",
     "Status",
     "Tell",
@@ -157,27 +158,26 @@ COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 REPORTS: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
-class ReceiverSettings(msgspec.Struct, frozen=True, kw_only=True):
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of any process."""
+
+    lane: Lane
+    size: Size
+    num_pages: int
+    lease_s: float
+    timeout_s: float
+    peer_timeout_s: float
+    deadline_s: float
+    """It ends by itself when it lives longer than this."""
+
+
+class ReceiverSettings(Settings, frozen=True, kw_only=True):
     """Of a receiver process."""
 
     listen: str
-    lane: Lane
-    size: Size
-    num_pages: int
-    lease_s: float
-    timeout_s: float
-    deadline_s: float
-    """It ends by itself when it lives longer than this."""
 
 
-class SenderSettings(msgspec.Struct, frozen=True, kw_only=True):
+class SenderSettings(Settings, frozen=True, kw_only=True):
     """Of a sender process."""
 
     address: str
-    lane: Lane
-    size: Size
-    num_pages: int
-    lease_s: float
-    timeout_s: float
-    deadline_s: float
-    """It ends by itself when it lives longer than this."""
