@@ -72,7 +72,8 @@ def _on_host(
         lookup = np.full(num_pages, _NO_PAGE)
         lookup[src_page_ids.astype(np.int64)] = dst_page_ids
         result = look_up(lookup, flat)
-        known = (result != _NO_PAGE) & (flat >= 0) & (flat < num_pages)
+        known = result != _NO_PAGE
+        known &= flat.view(np.uint64) < num_pages  # what is below 0 is far above
     if not known.all():
         at = int((~known).argmax())
         raise GeometryError("is not among src_page_ids", field=f"block_table[{at}]", value=int(flat[at]))
