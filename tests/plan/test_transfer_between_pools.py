@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hurray_rdma.cache import CacheSpec, PagePool, Part, Snapshot, snapshot_keys
-from hurray_rdma.plan import PageMap, map_keys, map_pages, plan_transfer
+from hurray_rdma.plan import PageMap, Plan, map_keys, map_pages, pack, packed_nbytes, plan_transfer, unpack
 from hurray_rdma.transport.binding import native
 
 BASE: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "head_dim": 8, "page_size": 4, "dtype": "bfloat16"}
@@ -38,15 +39,22 @@ def page_map_of(snapshot: Snapshot, dest: PagePool) -> PageMap:
     )
 
 
+def copy(src: int, dst: int, plan: Plan) -> None:
+    native.memcpy(src, dst, plan.src_offsets, plan.dst_offsets, plan.lengths)
+
+
 def run(snapshot: Snapshot, dest: PagePool, page_map: PageMap, granted: np.ndarray, **options: Any) -> Snapshot:
     source = snapshot.pool
     plan = plan_transfer(source.layout, dest.layout, page_map, granted, **options)
+    zeros = np.zeros(plan.zeros_nbytes, np.uint8)
     for role, layer in source.spec.tensors:
         for move in plan.moves(role, layer):
             src = source.regions[move.src_region_index].address + move.src_base_nbytes
             dst = dest.regions[move.dst_region_index].address + move.dst_base_nbytes
             for each in move.program.plans():
-                native.memcpy(src, dst, each.src_offsets, each.dst_offsets, each.lengths)
+                copy(src, dst, each)
+            if move.program.zeros is not None:
+                copy(zeros.ctypes.data, dst, move.program.zeros)
     return Snapshot(dest, page_map.block_table(granted), page_map.seq_ptr, page_map.seq_lens)
 
 
@@ -189,6 +197,62 @@ def test_resident_pages_are_found_by_key_and_not_written() -> None:
         dest.pages("key", 0)[kept] = before
         assert_equal(sent, again)
         assert not set(fresh.page_ids.tolist()) & set(first.page_ids.tolist())
+
+
+QUANTIZED = BASE | {"dtype": "int8", "scale_dtype": "float16", "zero_points": True}
+ORDERED = CacheSpec(**BASE, roles=("value", "key"), order="HND")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source_spec", "dest_spec"),
+    [
+        (CacheSpec(**BASE), CacheSpec(**BASE)),
+        (ORDERED, CacheSpec(**(BASE | {"page_size": 8}))),
+        (CacheSpec(**(BASE | {"page_size": 8})), replace(ORDERED, page_size=2)),
+        (CacheSpec(**QUANTIZED), CacheSpec(**(QUANTIZED | {"page_size": 2}))),
+        (CacheSpec(**BASE), CacheSpec(**(BASE | {"num_heads": 2, "head_offset": 1, "total_heads": 4}))),
+        (CacheSpec(**(BASE | {"num_heads": 2, "head_offset": 1, "total_heads": 4})), CacheSpec(**BASE)),
+    ],
+    ids=["alike", "orders and larger pages", "smaller pages", "scales", "a slice", "into a slice"],
+)
+@pytest.mark.parametrize("num_resident", [0, 1, 99], ids=["none", "one", "all"])
+def test_through_packed_buffers_every_byte_is_where_it_goes_without(
+    source_spec: CacheSpec, dest_spec: CacheSpec, num_resident: int
+) -> None:
+    """Packed here and unpacked there against the same plan without buffers, in two pools of equal content."""
+    with (
+        PagePool.allocate(source_spec, NUM_PAGES) as source,
+        PagePool.allocate(dest_spec, 40) as direct,
+        PagePool.allocate(dest_spec, 40) as through,
+    ):
+        fill(source, 1)
+        fill(direct, 2)
+        fill(through, 2)
+        before = through.regions[0].array().copy()
+        sent = Snapshot.from_block_tables(source, TABLES, seq_lens=[tokens // 2 for tokens in SEQ_LENS])
+        page_map = page_map_of(sent, direct)
+        granted = direct.allocator.lease(page_map.num_pages).page_ids[::-1].copy()
+        resident = np.arange(page_map.num_pages) < num_resident
+        run(sent, direct, page_map, granted, resident=resident, zero_tails=True)
+
+        travelling = granted[~resident]
+        nbytes = packed_nbytes(source_spec, dest_spec, len(travelling))
+        buffers = np.zeros((len(source_spec.tensors), nbytes), np.uint8)
+        packing = pack(source.layout, dest_spec, page_map, resident=resident, zero_tails=True)
+        unpacking = unpack(source_spec, through.layout, travelling)
+        assert packing.num_pages == unpacking.num_pages == len(travelling)
+        for tensor, buffer in zip(source_spec.tensors, buffers, strict=True):
+            for move in packing.moves(*tensor):
+                address = source.regions[move.src_region_index].address + move.src_base_nbytes
+                for each in move.program.plans():
+                    assert not len(each.lengths) or int((each.dst_offsets + each.lengths).max()) <= nbytes
+                    copy(address, buffer.ctypes.data + move.dst_base_nbytes, each)
+            for move in unpacking.moves(*tensor):
+                address = through.regions[move.dst_region_index].address + move.dst_base_nbytes
+                for each in move.program.plans():
+                    copy(buffer.ctypes.data + move.src_base_nbytes, address, each)
+        assert (through.regions[0].array() == direct.regions[0].array()).all()
+        assert (through.regions[0].array() == before).all() == (not len(travelling))
 
 
 def test_layouts_say_where_the_bytes_are() -> None:
