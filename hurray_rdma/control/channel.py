@@ -223,7 +223,11 @@ class Channel:
 def _not_opened(error: HurrayError | None, peer: Address, *, tls: bool) -> HurrayError:
     if error is None or isinstance(error, PeerLostError):
         # A server that lacks our certificate just closes: TLS 1.3 checks it after our side of the handshake is over.
-        fix = "Check that the receiver speaks TLS, and whether it asks for a client certificate" if tls else None
+        fix = (
+            "Check that the receiver speaks TLS, and whether it asks for a client certificate"
+            if tls
+            else "Check that a hurray_rdma engine listens there, and whether it wants TLS"
+        )
         return PeerLostError(f"{peer} closed the connection before the session was open", fix=fix)
     return error
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hurray_rdma.control.checks import Uint32Array
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, StaleGenerationError, error_code, error_from_code
-from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig
+from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
 from hurray_rdma.control.events import (
     AbortRequested,
     Acknowledged,
@@ -237,9 +237,8 @@ class ClientSession(Session):
         picked = [dialect for dialect in self.config.dialects if DIALECT_TAGS[dialect] in tags]
         if len(picked) != 1:
             raise ProtocolError(
-                f"must hold exactly one of the dialects offered ({', '.join(self.config.dialects)})",
-                field="layouts",
-                value=hello.layouts[:8],
+                f"the peer must pick one of the dialects offered ({', '.join(self.config.dialects)}), "
+                f"but picked {dialects_of(hello.layouts)}",
                 code=ErrorCode.LAYOUT_UNAVAILABLE,
             )
         return picked[0]

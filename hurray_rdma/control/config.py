@@ -12,10 +12,17 @@ from dataclasses import dataclass, field
 from hurray_rdma.control.codes import Capability
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["DIALECT_TAGS", "MIN_MESSAGE_NBYTES", "PeerInfo", "SessionConfig"]
+__all__ = ["DIALECT_TAGS", "MIN_MESSAGE_NBYTES", "PeerInfo", "SessionConfig", "dialects_of"]
 
 DIALECT_TAGS: dict[str, int] = {"adr-024": 0x0B, "hurray-0.2": 0x0A}
 """Layout tag that announces each dialect of the block-paged descriptor in a HELLO."""
+
+
+def dialects_of(layouts: tuple[tuple[int, bytes], ...]) -> str:
+    """The dialects that the layout entries of a HELLO name, to be shown: ``"adr-024, hurray-0.2"``, or ``"none"``."""
+    tags = [tag for tag, _ in layouts]
+    return ", ".join(dialect for dialect, tag in DIALECT_TAGS.items() if tag in tags) or "none"
+
 
 MIN_MESSAGE_NBYTES = 64 * 1024
 """Smallest maximum a side may ask for, and the largest payload accepted before a peer is authenticated."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from hurray_rdma.control.codes import ErrorCode
+from hurray_rdma.control.codes import ErrorCode, MessageType
 from hurray_rdma.control.fixed import FIXED_DECODERS, encode_fixed
 from hurray_rdma.control.messages import Malformed, Message
 from hurray_rdma.control.private import PRIVATE_DECODERS, encode_private
@@ -20,6 +20,7 @@ __all__ = ["HEADER_NBYTES", "FrameDecoder", "encode", "encode_parts"]
 _HEADER = struct.Struct("<III")
 HEADER_NBYTES = _HEADER.size
 _DECODERS = {**FIXED_DECODERS, **PRIVATE_DECODERS}
+_HTTP_METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"PATCH", b"PRI")
 
 
 def encode_parts(
@@ -68,6 +69,10 @@ class FrameDecoder:
         """Whether the bytes so far end inside a message."""
         return bool(self._header) or self._expected is not None
 
+    def foreign(self) -> ProtocolError | None:
+        """The error that names who speaks, if the stream ended in a header that begins as another protocol does."""
+        return _not_hurray(bytes(self._header)) if _foreign(self._header) is not None else None
+
     def feed(self, data: bytes) -> Iterator[tuple[int, Message]]:
         """Take the next bytes of the stream; iterate to the end before feeding more.
 
@@ -75,7 +80,8 @@ class FrameDecoder:
 
         Raises:
             ProtocolError: the stream cannot be cut into frames any more: stream 0, a payload above the maximum
-                (``MESSAGE_TOO_LARGE``). Raised after the messages before it were given out.
+                (``MESSAGE_TOO_LARGE``), or another protocol's bytes. Raised after the messages before it were given
+                out.
         """
         view = memoryview(data)
         while True:
@@ -85,7 +91,7 @@ class FrameDecoder:
                 view = view[missing:]
                 if len(self._header) < HEADER_NBYTES:
                     return
-                self._expected = self._check_header(*_HEADER.unpack(self._header))
+                self._expected = self._check_header(bytes(self._header))
                 self._header.clear()
             kind, stream_id, nbytes = self._expected
             missing = nbytes - len(self._payload)
@@ -100,17 +106,36 @@ class FrameDecoder:
             self._expected = None
             yield stream_id, _decode_payload(kind, payload.toreadonly())
 
-    def _check_header(self, kind: int, stream_id: int, nbytes: int) -> tuple[int, int, int]:
+    def _check_header(self, header: bytes) -> tuple[int, int, int]:
+        kind, stream_id, nbytes = _HEADER.unpack(header)
+        if (stream_id == 0 or nbytes > self.max_message_nbytes) and kind not in _DECODERS:
+            raise _not_hurray(header)
         if stream_id == 0:
             raise ProtocolError("is reserved", field="stream_id", value=0, code=ErrorCode.INVALID_MESSAGE)
         if nbytes > self.max_message_nbytes:
             raise ProtocolError(
-                f"is above the agreed maximum of {self.max_message_nbytes} bytes",
-                field="payload_length",
-                value=nbytes,
+                f"a {MessageType(kind).name} message of {nbytes} bytes is above the {self.max_message_nbytes} bytes "
+                "that this side accepts",
                 code=ErrorCode.MESSAGE_TOO_LARGE,
             )
         return kind, stream_id, nbytes
+
+
+def _foreign(begin: bytes | bytearray) -> tuple[str, str] | None:
+    """Who speaks, and what to do, if these first bytes are those of a protocol that is often met on a wrong port."""
+    if begin[:2] in (b"\x16\x03", b"\x15\x03"):
+        return "a TLS client" if begin[0] == 0x16 else "a TLS server", "Set up TLS on both sides, or on neither"
+    if begin[:5] == b"HTTP/":
+        return "an HTTP server", "Check the address and the port: a hurray_rdma engine must listen there"
+    if begin.split(b" ")[0] in _HTTP_METHODS:
+        return "an HTTP client", "This port takes hurray_rdma engines only; check the address and the port"
+    return None
+
+
+def _not_hurray(begin: bytes) -> ProtocolError:
+    who, fix = _foreign(begin) or ("something else", "Check that both ends of the connection are hurray_rdma engines")
+    rule = f"this is not a Hurray connection: the other side is {who}, it sends {begin!r}"
+    return ProtocolError(rule, code=ErrorCode.INVALID_MESSAGE, fix=fix)
 
 
 def _decode_payload(kind: int, payload: memoryview) -> Message:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError, error_code
-from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig
+from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
 from hurray_rdma.control.events import (
     AbortRequested,
     AllEnded,
@@ -193,18 +193,18 @@ class ServerSession(Session):
         common = [(tag, names[tag]) for tag, _ in hello.layouts if tag in names]
         if not common:
             raise ProtocolError(
-                f"must hold one of the dialects accepted here ({', '.join(self.config.dialects)})",
-                field="layouts",
-                value=hello.layouts[:8],
+                f"this side accepts descriptors in {' or '.join(self.config.dialects)}, "
+                f"the peer offers {dialects_of(hello.layouts)}",
                 code=ErrorCode.LAYOUT_UNAVAILABLE,
+                fix="Set a dialect that both sides have",
             )
         devices = tuple(tag for tag in self.config.devices if tag in hello.devices)
         if not devices:
             raise ProtocolError(
-                f"no device of the peer is among those served here {self.config.devices}",
-                field="devices",
-                value=hello.devices[:8],
+                f"this side serves memory of device tags {self.config.devices}, the peer of {hello.devices[:8]}: "
+                "none is common",
                 code=ErrorCode.DEVICE_UNAVAILABLE,
+                fix="Connect engines whose pools are on devices of one kind",
             )
         tag, self._dialect = common[0]
         answer = ServerHello(

@@ -35,6 +35,12 @@ PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/2")
 MAX_ERROR_TEXT_CHARS = 1000
 _MAX_UNSENT_REPLIES_NBYTES = 1024 * 1024
 _RETRY_HEARTBEATS = 2
+_SAME_RELEASE_FIX = "Install the same release of hurray_rdma on both sides"
+
+
+def _private_names(hello: Hello) -> str:
+    names = [name[:40].decode("ascii", "replace") for tag, name in hello.layouts[:8] if tag == PRIVATE_LAYOUT[0]]
+    return " and ".join(map(ascii, names)) or "only the plain Hurray messages"
 
 
 class Session(ABC):
@@ -128,9 +134,17 @@ class Session(ABC):
         """The connection ended, with ``error`` if that is known."""
         events: list[Event] = []
         if not self.is_closed:
-            where = "in the middle of a message" if self._decoder.in_message else "between messages"
-            self._close(error or PeerLostError(f"the peer closed the connection {where}"), events)
+            self._close(error or self._hung_up(), events)
         return events
+
+    def _hung_up(self) -> HurrayError:
+        if not self.is_open and (foreign := self._decoder.foreign()) is not None:
+            return foreign
+        if self._decoder.in_message:
+            rule = "the connection ended in the middle of a message: the peer, or something on the way, cut it"
+        else:
+            rule = "the peer closed the connection"
+        return PeerLostError(rule, fix="If that was not meant, its log says why; connect again once it runs")
 
     def close(self, now: float) -> list[Event]:
         """End the session from this side. Idempotent."""
@@ -154,9 +168,7 @@ class Session(ABC):
             else:
                 self._hear_session(message, events)
         elif not self.is_open:
-            raise ProtocolError(
-                "no other stream may be used before the session is open", field="stream_id", value=stream_id
-            )
+            raise ProtocolError("no transfer can begin before the session is open", field="stream_id", value=stream_id)
         else:
             self._hear_stream(stream_id, message, now, events)
 
@@ -215,21 +227,21 @@ class Session(ABC):
     def _accept_hello(self, hello: Hello) -> None:
         if hello.protocol_version != 1:
             raise ProtocolError(
-                "this side speaks 1",
-                field="protocol_version",
-                value=hello.protocol_version,
+                f"the peer speaks version {hello.protocol_version} of the Hurray protocol, this side version 1",
                 code=ErrorCode.PROTOCOL_VERSION_MISMATCH,
+                fix=_SAME_RELEASE_FIX,
             )
         if hello.max_message_nbytes < MIN_MESSAGE_NBYTES:
             raise ProtocolError(
-                f"must be at least {MIN_MESSAGE_NBYTES}", field="max_message_size", value=hello.max_message_nbytes
+                f"the peer takes messages of at most {hello.max_message_nbytes} bytes; "
+                f"{MIN_MESSAGE_NBYTES} are the least that a session needs",
+                fix="Raise max_message_nbytes on the peer",
             )
         if PRIVATE_LAYOUT not in hello.layouts:
             raise ProtocolError(
-                f"must hold the private entry {PRIVATE_LAYOUT}; the peer does not speak hurray_rdma's messages",
-                field="layouts",
-                value=hello.layouts[:8],
+                f"this side speaks {PRIVATE_LAYOUT[1].decode()!r}, the peer {_private_names(hello)}",
                 code=ErrorCode.LAYOUT_UNAVAILABLE,
+                fix=_SAME_RELEASE_FIX,
             )
         self._peer_max_nbytes = hello.max_message_nbytes
 
@@ -285,13 +297,15 @@ class Session(ABC):
             return events
         if not self.is_open:
             if now >= self._hello_deadline:
-                rule = f"the handshake did not complete within {self.config.hello_timeout_s} s"
-                self._fail(DeadlineExceededError(rule), events)
+                rule = f"the other side did not introduce itself within {self.config.hello_timeout_s} s"
+                fix = "Check that both ends are hurray_rdma engines, and that both or neither use TLS"
+                self._fail(DeadlineExceededError(rule, fix=fix), events)
             return events
         silent_s = now - self._last_heard
         if silent_s >= self.config.peer_timeout_s:
             rule = f"nothing was heard from the peer for {silent_s:.2f} s, over {self.config.peer_timeout_s} s"
-            self._close(PeerLostError(rule), events)
+            fix = "It is stuck or stopped, or the network between is down; connect again once it runs"
+            self._close(PeerLostError(rule, fix=fix), events)
             return events
         if now >= self._ping_due():
             self._last_ping = now

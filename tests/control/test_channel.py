@@ -272,6 +272,7 @@ def test_tls_refusals_are_typed(case: str, make_config: MakeConfig) -> None:
         )
         error = await _open_fails(make_config(), listener.port, expected, ssl_context=client_tls)
         assert case != "no client certificate" or "certificate" in str(error)
+        assert case not in ("plain client", "plain server") or "TLS" in str(error)
         await listener.close()
         assert receivers.peers.empty()
 
@@ -328,7 +329,8 @@ def test_a_server_of_another_kind(make_config: MakeConfig) -> None:
 
     async def main() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        await _open_fails(make_config(), server.sockets[0].getsockname()[1], ProtocolError)
+        error = await _open_fails(make_config(), server.sockets[0].getsockname()[1], ProtocolError)
+        assert "not a Hurray connection: the other side is an HTTP server" in str(error)
         server.close()
 
     run(main())

@@ -259,6 +259,59 @@ def test_a_server_answers_a_wrong_start_with_error_and_closes(first: bytes, make
     assert server.data_to_send() == b""
 
 
+@pytest.mark.parametrize(
+    ("first", "texts"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: decode-3\r\n\r\n", ("not a Hurray connection", "an HTTP client", "GET / HTTP/1")),
+        (b"PRI * HTTP/2.0\r\n\r\n", ("not a Hurray connection", "an HTTP client")),
+        (
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+            ("not a Hurray connection", "a TLS client", "TLS on both"),
+        ),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", ("not a Hurray connection", "SSH-2.0-Open")),
+        (bytes(12), ("not a Hurray connection",)),
+        (
+            encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/1"))), 1),
+            ("this side speaks 'hurray_rdma/2', the peer 'hurray_rdma/1'", "same release"),
+        ),
+        (
+            encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"\x1b[2J\xff"))), 1),
+            (r"the peer '\x1b[2J\ufffd'",),
+        ),
+        (
+            encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""),)), 1),
+            ("only the plain Hurray messages",),
+        ),
+        (encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x55, b""), HELLO.layouts[1])), 1), ("offers none",)),
+        (
+            encode(ClientHello(protocol_version=2, max_message_nbytes=1 << 20, layouts=HELLO.layouts), 1),
+            ("version 2 of the Hurray protocol", "version 1"),
+        ),
+    ],
+)
+def test_an_error_says_who_speaks_and_what_to_do(first: bytes, texts: tuple[str, ...], make_config: MakeConfig) -> None:
+    error = closing_error(ServerSession(make_config(), now=0).receive(first, 0))
+    for text in texts:
+        assert text in str(error)
+    assert "payload_length" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "an HTTP server"),
+        (b"\x15\x03\x03\x00\x02\x02\x46", "a TLS server"),  # An alert, then it hangs up.
+        (b"HTTP/1.0 ", "an HTTP server"),
+    ],
+)
+def test_a_client_says_what_answered(first: bytes, text: str, make_config: MakeConfig) -> None:
+    client = ClientSession(make_config(), now=0)
+    error = closing_error(client.receive(first, 0) or client.connection_lost(0))
+    assert isinstance(error, ProtocolError)
+    assert "not a Hurray connection" in str(error)
+    assert text in str(error)
+
+
 def test_before_authentication_no_more_than_64_kib_are_accepted(make_config: MakeConfig) -> None:
     server = ServerSession(make_config(), now=0)
     header = MessageType.CLIENT_HELLO.to_bytes(4, "little") + (1).to_bytes(4, "little") + (65537).to_bytes(4, "little")
@@ -314,6 +367,9 @@ def test_the_connection_breaks_in_the_handshake(make_config: MakeConfig) -> None
     assert isinstance(error, PeerLostError)
     assert "in the middle of a message" in str(error)
     assert client.connection_lost(0) == client.close(0) == []
+    server = ServerSession(make_config(), now=0)
+    error = closing_error(server.connection_lost(0))
+    assert str(error).startswith("the peer closed the connection. ")
 
 
 @pytest.mark.parametrize(
