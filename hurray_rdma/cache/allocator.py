@@ -15,6 +15,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hurray_rdma.cache.indices import check_distinct
 from hurray_rdma.cache.runs import FreeRuns
 from hurray_rdma.errors import GeometryError, LeaseExpiredError, PoolExhaustedError
 
@@ -294,16 +295,13 @@ class PageAllocator:
         array = np.asarray(page_ids)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise GeometryError("must be integers in one axis", field="page_ids", value=(array.dtype, array.shape))
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= self._num_pages):
+        if array.size and (int(array.min()) < 0 or int(array.max()) >= self._num_pages):  # before it is narrowed
             at = int(((array < 0) | (array >= self._num_pages)).argmax())
             raise GeometryError(
                 f"is not below num_pages {self._num_pages}", field=f"page_ids[{at}]", value=int(array[at])
             )
         ids = array.astype(np.uint32)
-        in_order = np.sort(ids)
-        twice = in_order[1:][in_order[1:] == in_order[:-1]]
-        if len(twice):
-            raise GeometryError("must not name a page twice", field="page_ids", value=int(twice[0]))
+        check_distinct(ids, num_pages=self._num_pages, field="page_ids")
         return ids
 
     def _new_lease(self, page_ids: NDArray[np.uint32], deadline: float | None) -> Lease:

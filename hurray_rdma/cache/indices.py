@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 
 from hurray_rdma.errors import GeometryError
 
-__all__ = ["check_indices", "check_page_ids", "check_seq_lens"]
+__all__ = ["DENSE_FACTOR", "check_distinct", "check_indices", "check_page_ids", "check_seq_lens"]
+
+DENSE_FACTOR = 8
+"""An array over all pages of a pool is made up to this many pages per page ID; fewer IDs than that are sorted."""
 
 
 def check_indices(
@@ -62,9 +65,26 @@ def check_page_ids(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) 
         raise GeometryError(f"is not below num_pages {num_pages}", field=f"{field}[{at}]", value=int(page_ids[at]))
 
 
+def check_distinct(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None:
+    """Raises GeometryError unless every page ID is below ``num_pages`` and none is there twice."""
+    check_page_ids(page_ids, num_pages=num_pages, field=field)
+    if (page_ids[1:] > page_ids[:-1]).all():
+        return
+    if num_pages <= DENSE_FACTOR * len(page_ids):
+        used = np.zeros(num_pages, np.bool_)
+        used[page_ids.astype(np.int64)] = True
+        if np.count_nonzero(used) == len(page_ids):
+            return
+    in_order = np.sort(page_ids)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if len(twice):
+        raise GeometryError("must not name a page twice", field=field, value=int(twice[0]))
+
+
 def check_seq_lens(seq_lens: NDArray[np.uint32], seq_ptr: NDArray[np.uint32], *, page_size: int) -> None:
-    """Raises GeometryError unless the pages of each sequence have room for its tokens; ``seq_ptr`` must not fall."""
-    room = (seq_ptr[1:] - seq_ptr[:-1]).astype(np.int64) * page_size
+    """Raises GeometryError unless the pages of each sequence have room for its tokens."""
+    starts = seq_ptr.astype(np.int64)
+    room = (starts[1:] - starts[:-1]) * page_size  # below 0 where ``seq_ptr`` falls
     too_long = seq_lens > room
     if too_long.any():
         at = int(too_long.argmax())

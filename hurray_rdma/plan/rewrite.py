@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache.indices import check_page_ids
+from hurray_rdma.cache.indices import DENSE_FACTOR, check_page_ids
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.tables import look_up
 
 __all__ = ["rewrite"]
 
-_SPARSE_FACTOR = 8
-"""A host table is looked up in a table of all pages of the pool up to this many pages per entry, else in a sorted list;
-on a device it always is: the list would have to be searched there."""
 _NO_PAGE = np.uint32(2**32 - 1)
 """No pool has so many pages that this is the ID of one."""
 _DEVICE_ITEMSIZE = 4
@@ -64,7 +61,7 @@ def _on_host(
         raise GeometryError("must be integers", field="block_table.dtype", value=str(table.dtype))
     _check_holds(np.iinfo(table.dtype).max, dst_page_ids, "in the table's dtype")
     flat = table.reshape(-1).astype(np.int64)
-    if num_pages > _SPARSE_FACTOR * len(flat):
+    if num_pages > DENSE_FACTOR * len(flat):
         place = np.searchsorted(src_page_ids, flat)
         known = np.append(src_page_ids.astype(np.int64), -1).take(place) == flat
         result = np.append(dst_page_ids, _NO_PAGE).take(place)

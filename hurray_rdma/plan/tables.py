@@ -9,13 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache.indices import check_page_ids, check_seq_lens
-from hurray_rdma.errors import GeometryError
+from hurray_rdma.cache.indices import DENSE_FACTOR, check_page_ids, check_seq_lens
 
 __all__ = ["dedupe", "valid_pages"]
-
-_DENSE_FACTOR = 8
-"""A lookup over all pages of a pool is used up to this many pages per table entry; sparser tables are sorted."""
 
 
 def valid_pages(
@@ -66,7 +62,7 @@ def dedupe(block_table: NDArray[np.uint32], *, num_pages: int) -> tuple[NDArray[
         GeometryError: a page ID is not below ``num_pages``.
     """
     check_page_ids(block_table, num_pages=num_pages, field="block_table")
-    if num_pages > _DENSE_FACTOR * len(block_table):
+    if num_pages > DENSE_FACTOR * len(block_table):
         page_ids, inverse = np.unique(block_table, return_inverse=True)
         return page_ids.astype(np.uint32), inverse.astype(np.uint32)
     index = block_table.astype(np.int64)  # NumPy looks up by uint32 several times slower
@@ -81,17 +77,3 @@ def dedupe(block_table: NDArray[np.uint32], *, num_pages: int) -> tuple[NDArray[
 def look_up(values: NDArray[np.uint32], index: NDArray[np.int64]) -> NDArray[np.uint32]:
     """``values[index]`` for places that are known to exist: the fastest way that NumPy has."""
     return values.take(index, mode="clip")
-
-
-def check_distinct(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None:
-    """Raises GeometryError unless every page ID is below ``num_pages`` and none is there twice."""
-    check_page_ids(page_ids, num_pages=num_pages, field=field)
-    if num_pages <= _DENSE_FACTOR * len(page_ids):
-        used = np.zeros(num_pages, np.bool_)
-        used[page_ids.astype(np.int64)] = True
-        if np.count_nonzero(used) == len(page_ids):
-            return
-    in_order = np.sort(page_ids)
-    twice = in_order[1:][in_order[1:] == in_order[:-1]]
-    if len(twice):
-        raise GeometryError("must not name a page twice", field=field, value=int(twice[0]))

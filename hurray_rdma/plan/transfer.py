@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hurray_rdma.cache import CacheSpec, Part, PoolLayout, Segment, parts_of
+from hurray_rdma.cache.indices import check_distinct
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.pieces import MAX_OPERATIONS, Strides, Tile, make_tile, plans_of
-from hurray_rdma.plan.tables import check_distinct, look_up
+from hurray_rdma.plan.tables import look_up
 
 __all__ = ["Move", "Program", "TransferPlan", "plan_transfer"]
 

@@ -43,6 +43,11 @@ def test_too_many_tokens_are_refused_with_numbers() -> None:
         valid_pages(uint32(1, 2, 3), uint32(0, 1, 3), uint32(16, 33), 16)
 
 
+def test_sequences_that_end_before_they_begin_are_refused() -> None:
+    with pytest.raises(GeometryError, match=r"seq_lens\[1\] = 0: is above the -16 tokens of its -1 pages of 16"):
+        valid_pages(uint32(1, 2), uint32(0, 2, 1, 2), uint32(16, 0, 16), 16)
+
+
 @given(tables())
 def test_trimming_equals_plain_python(case: tuple[np.ndarray, np.ndarray, np.ndarray, int, int]) -> None:
     block_table, seq_ptr, seq_lens, page_size, _ = case

@@ -1,0 +1,51 @@
+"""Index arrays of a batch: each rule by name, and distinct page IDs against Python's sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hurray_rdma.cache.indices import check_distinct, check_indices
+from hurray_rdma.errors import GeometryError
+
+
+def uint32(*values: int) -> np.ndarray:
+    return np.array(values, np.uint32)
+
+
+def test_a_batch_that_keeps_every_rule() -> None:
+    check_indices(uint32(9, 3, 9), uint32(0, 2, 2, 3), uint32(7, 0, 1), num_pages=10, page_size=4)
+    check_indices(uint32(), uint32(0), uint32(), num_pages=1, page_size=1)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (([9, 3], [0, 2], [8, 1]), r"len\(seq_ptr\) = 2: must be one more than the 2 entries of seq_lens"),
+        (([9, 3], [1, 2], [1]), r"seq_ptr\[0\] = 1: must be 0"),
+        (([9, 3], [0, 2, 1, 2], [1, 0, 1]), r"seq_ptr\[2\] = 1: is below seq_ptr\[1\] = 2"),
+        (([9, 3], [0, 1], [1]), r"seq_ptr\[1\] = 1: must be the 2 entries of block_table"),
+        (([9, 10], [0, 2], [8]), r"block_table\[1\] = 10: is not below num_pages 10"),
+        (([9, 3], [0, 1, 2], [4, 5]), r"seq_lens\[1\] = 5: is above the 4 tokens of its 1 pages of 4"),
+        (([9], [0, 1], [2**32 - 1]), r"seq_lens\[0\] = 4294967295: is above the 4 tokens"),
+    ],
+)
+def test_each_rule_is_told_with_its_place(arrays: tuple[list[int], list[int], list[int]], message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        check_indices(*(uint32(*each) for each in arrays), num_pages=10, page_size=4)
+
+
+@given(st.lists(st.integers(0, 12), max_size=14), st.sampled_from([10, 13, 10**5]), st.booleans())
+def test_page_ids_are_distinct_exactly_if_a_set_has_as_many(pages: list[int], num_pages: int, ascending: bool) -> None:
+    pages = sorted(pages) if ascending else pages
+    if any(page >= num_pages for page in pages):
+        message = "is not below num_pages 10"
+    elif len(set(pages)) < len(pages):
+        message = "field_name = [0-9]+: must not name a page twice"
+    else:
+        check_distinct(uint32(*pages), num_pages=num_pages, field="field_name")
+        return
+    with pytest.raises(GeometryError, match=message):
+        check_distinct(uint32(*pages), num_pages=num_pages, field="field_name")
