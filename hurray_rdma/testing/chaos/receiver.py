@@ -29,6 +29,8 @@ from hurray_rdma.testing.chaos.words import (
     Received,
     ReceiverSettings,
     Reopen,
+    Reregister,
+    Reregistered,
     Violation,
 )
 
@@ -76,6 +78,8 @@ class ReceiverChild(ChaosChild):
 
     async def do(self, command: Command) -> None:
         match command:
+            case Reregister():
+                await self._reregister()
             case Reopen():
                 await self.close()
                 await self.open()
@@ -87,6 +91,15 @@ class ReceiverChild(ChaosChild):
                 self._planted.append(self.pool.allocator.lease(1))
             case _:
                 raise ValueError(f"no word for a receiver: {command!r}")
+
+    async def _reregister(self) -> None:
+        detail = ""
+        try:
+            if self._engine is not None:
+                await self._engine.reregister()
+        except HurrayError as error:  # it may: then the pool is as it was
+            detail = f"{type(error).__name__}: {error}"
+        self.say(Reregistered(detail))
 
     async def _take_all(self, engine: Engine) -> None:
         patrol = asyncio.create_task(self._patrol())
@@ -121,7 +134,7 @@ class ReceiverChild(ChaosChild):
             outcome, detail = TYPED, f"{type(error).__name__}: {error}"
         except TimeoutError:
             outcome, detail = HANG, repr(arrival)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # nobody cancels this task
             outcome, detail = UNTYPED, repr(error)
         self.say(Received(recipe.name, outcome, detail))
         if snapshot is not None:

@@ -15,20 +15,19 @@ from typing import TypeVar
 
 import msgspec
 
-from hurray_rdma.testing.chaos.child import HANG_AFTER_S
 from hurray_rdma.testing.chaos.faults import Rule
 from hurray_rdma.testing.chaos.judge import judge
 from hurray_rdma.testing.chaos.leftovers import leftovers
 from hurray_rdma.testing.chaos.proxy import ChaosProxy
 from hurray_rdma.testing.chaos.recipe import Recipe
 from hurray_rdma.testing.chaos.results import EpisodeResult, SceneResult
-from hurray_rdma.testing.chaos.schedule import LEASE_S, PEER_S, SEND_S, Blow, Episode, ScenePlan
+from hurray_rdma.testing.chaos.schedule import LEASE_S, PEER_S, SEND_S, TIMEOUT_S, Episode, ScenePlan
 from hurray_rdma.testing.chaos.seats import ReceiverSeat, SceneFailedError, Seat, SenderSeat, together
+from hurray_rdma.testing.chaos.strike import sent, strike
 from hurray_rdma.testing.chaos.words import (
     SENT,
     Plant,
     ReceiverSettings,
-    Reopen,
     Send,
     SenderSettings,
     Sent,
@@ -39,7 +38,6 @@ __all__ = ["play_scene"]
 
 _S = TypeVar("_S", bound=Settings)
 
-_TIMEOUT_S = 3.0
 _SETTLES_S = 8.0
 _PROBES_S = 15.0
 _SPARE_S = 3.0
@@ -133,7 +131,7 @@ class _Scene:
             "lane": self._plan.cast.lane,
             "size": self._plan.cast.size,
             "lease_s": LEASE_S,
-            "timeout_s": _TIMEOUT_S,
+            "timeout_s": TIMEOUT_S,
             "peer_timeout_s": PEER_S,
             "deadline_s": 120.0 + 20.0 * len(self._plan.episodes),
         }
@@ -180,11 +178,7 @@ class _Scene:
             )
             await self._end(sender)
         for receiver in self.receivers:
-            await receiver.settled(
-                lambda status: status.free == status.num_pages and not status.num_busy,
-                "all pages are free once every sender is gone",
-                within_s=_SETTLES_S,
-            )
+            await self._all_free(receiver)
             await self._end(receiver)
 
     async def check_left(self) -> None:
@@ -237,39 +231,11 @@ class _Scene:
             self.senders[sender].running.tell(send)
         killed: Seat | None = None
         if episode.blow is not None:
-            killed = await self._blow(episode.blow, struck)
+            killed = await strike(episode.blow, struck)
         all_sent = ((self.senders[sender], send) for sender, send in episode.sends)
-        await together(*(self._sent(sender, send) for sender, send in all_sent if sender is not killed))
+        await together(*(sent(sender, send) for sender, send in all_sent if sender is not killed))
         struck.proxy.disarm()
         return rule is None or rule.fired
-
-    async def _sent(self, sender: SenderSeat, send: Send) -> None:
-        name = send.recipe.name
-        budget_s = send.timeout_s + _TIMEOUT_S + 2 * HANG_AFTER_S
-        await sender.holds(lambda: name in sender.sent, f"send {name} has ended", within_s=budget_s)
-
-    async def _blow(self, blow: Blow, struck: SenderSeat) -> Seat | None:
-        """What happens to a process; the seat whose process was killed."""
-        await asyncio.sleep(blow.after_s)
-        seat: Seat = struck if blow.whom == "sender" else struck.receiver
-        ready = seat.epoch
-        match blow.what:
-            case "cut":
-                struck.proxy.cut()
-            case "stop":
-                seat.running.stop()
-                try:
-                    await asyncio.sleep(blow.for_s)
-                finally:
-                    seat.running.go_on()
-            case "reopen":
-                seat.running.tell(Reopen())
-                await seat.ready(ready)
-            case "kill":
-                await seat.running.kill()
-                await seat.sit()
-                return seat
-        return None
 
     async def _probe_all(self) -> None:
         """Every sender sends again, and is heard: a fault that is over costs nothing any more."""
@@ -287,16 +253,35 @@ class _Scene:
         self._num_probes += 1
         send = Send(Recipe(f"p{self._num_probes}", self._num_probes, 1), timeout_s=SEND_S)
         sender.running.tell(send)
-        await self._sent(sender, send)
+        await sent(sender, send)
         return sender.sent.pop(send.recipe.name)
 
     async def _settle(self) -> None:
-        """Arrivals end and pages are free or quarantined."""
+        """Arrivals end and pages are free or quarantined; too many of these are brought back."""
         for receiver in self.receivers:
-            await receiver.settled(
+            status = await receiver.settled(
                 lambda status: (
                     status.leased == 0 and status.num_busy == 0 and status.free + status.quarantined == status.num_pages
                 ),
                 "no arrival and no lease is left",
                 within_s=_SETTLES_S,
             )
+            if status.quarantined:
+                self._log(f"{receiver.name}: {status}")
+            if status.quarantined > status.num_pages // 4:
+                await self._relieve(receiver)
+
+    async def _relieve(self, receiver: ReceiverSeat) -> None:
+        """The receiver's senders are ended, which brings back what they left in quarantine; others take their seats."""
+        senders = [sender for sender in self.senders if sender.receiver is receiver]
+        for sender in senders:
+            await self._end(sender)
+        await self._all_free(receiver)
+        await together(*(sender.sit() for sender in senders))
+
+    async def _all_free(self, receiver: ReceiverSeat) -> None:
+        await receiver.settled(
+            lambda status: status.free == status.num_pages and not status.num_busy,
+            "all pages are free once every sender is gone",
+            within_s=_SETTLES_S,
+        )

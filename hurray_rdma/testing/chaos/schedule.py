@@ -21,6 +21,8 @@ LEASE_S = 1.0
 """Leases of every engine in a scene."""
 PEER_S = 2.5
 """Silence after which a peer is lost."""
+TIMEOUT_S = 3.0
+"""Budget of an engine's connects and waits."""
 SEND_S = 2.0
 """Budget of each send."""
 
@@ -68,6 +70,7 @@ BLOWS: dict[str, float] = {
     "abort by the receiver after a layer": 2,
     "more senders than pages": 3,
     "late release": 2,
+    "the pool is registered anew": 2,
     "an offer that never fits": 1,
     "the connection is cut": 2,
 }
@@ -111,7 +114,7 @@ class Spoil:
 class Blow:
     """What happens to a process, ``after_s`` seconds after the sends began."""
 
-    what: Literal["kill", "stop", "reopen", "cut"]
+    what: Literal["kill", "stop", "reopen", "reregister", "cut"]
     whom: Literal["sender", "receiver"]
     after_s: float
     for_s: float = 0.0
@@ -247,6 +250,11 @@ class _Drawer:
             all_succeed = True
             for sender in range(self._cast.num_senders):
                 sends += [(sender, self._send(hold_s=0.005, timeout_s=10.0)) for _ in range(dice.randint(6, 10))]
+        elif kind == "the pool is registered anew":
+            all_succeed = True
+            blow = Blow("reregister", "receiver", round(dice.uniform(0, 0.01), 5))
+            for sender in range(self._cast.num_senders):
+                sends += [(sender, self._send("layers", pause_s=0.002, timeout_s=10.0)) for _ in range(4)]
         elif kind == "late release":
             all_succeed = True
             hold_s = round(dice.uniform(0.1, 1.5), 3)

@@ -19,6 +19,7 @@ from hurray_rdma.testing.chaos.words import (
     Received,
     ReceiverSettings,
     Report,
+    Reregistered,
     SenderSettings,
     Sent,
     Status,
@@ -176,6 +177,7 @@ class ReceiverSeat(Seat):
         super().__init__(name, folder, log)
         self._settings = settings
         self.address = settings.listen
+        self.num_reregistered = 0
         self.received: dict[str, list[Received]] = {}
         """By name of the transfer."""
 
@@ -187,6 +189,8 @@ class ReceiverSeat(Seat):
         super()._hear(report)
         if isinstance(report, Ready):
             self.address = report.address
+        elif isinstance(report, Reregistered):
+            self.num_reregistered += 1
         elif isinstance(report, Received):
             self.received.setdefault(report.name, []).append(report)
 

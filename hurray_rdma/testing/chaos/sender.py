@@ -100,7 +100,7 @@ class SenderChild(ChaosChild):
                 outcome, detail = TYPED, f"{type(error).__name__}: {error}"
             except TimeoutError:
                 outcome, detail = HANG, f"over {command.timeout_s + HANG_AFTER_S} s"
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:  # nobody cancels this task
                 outcome, detail = UNTYPED, repr(error)
             for tensor in self.pool.spec.tensors:
                 raw(self.pool, *tensor)[page_ids] = _SCRIBBLE

@@ -33,6 +33,8 @@ __all__ = [
     "ReceiverSettings",
     "Reopen",
     "Report",
+    "Reregister",
+    "Reregistered",
     "Send",
     "SenderSettings",
     "Sent",
@@ -84,6 +86,10 @@ class Reopen(msgspec.Struct, frozen=True, tag=True):
     """Close the engine, whatever goes on, and make another on the same pool and address; answered by `Ready`."""
 
 
+class Reregister(msgspec.Struct, frozen=True, tag=True):
+    """Register the receive pool anew, under a new generation; answered by `Reregistered`."""
+
+
 class Tell(msgspec.Struct, frozen=True, tag=True):
     """Say where the pages are; answered by `Status`."""
 
@@ -98,7 +104,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Close everything and end."""
 
 
-Command: TypeAlias = Send | Reopen | Tell | Plant | End
+Command: TypeAlias = Send | Reopen | Reregister | Tell | Plant | End
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -146,13 +152,19 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Open file descriptors."""
 
 
+class Reregistered(msgspec.Struct, frozen=True, tag=True):
+    """The pool has a new generation, or cannot have one."""
+
+    detail: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The process itself failed."""
 
     trace: str
 
 
-Report: TypeAlias = Ready | Sent | Received | Violation | Status | Failed
+Report: TypeAlias = Ready | Sent | Received | Violation | Status | Reregistered | Failed
 
 COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 REPORTS: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
