@@ -28,7 +28,18 @@ from hurray_rdma.errors import (
 
 if TYPE_CHECKING:
     from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
-    from hurray_rdma.engine import Arrival, Engine, EngineCollector, EngineStats, Peer, Tls, Transfer, TransferStats
+    from hurray_rdma.engine import (
+        Arrival,
+        Engine,
+        EngineCollector,
+        EngineStats,
+        FetchedSnapshot,
+        NotPublishedError,
+        Peer,
+        Tls,
+        Transfer,
+        TransferStats,
+    )
 
 __all__ = [
     "Arrival",
@@ -40,9 +51,11 @@ __all__ = [
     "Engine",
     "EngineCollector",
     "EngineStats",
+    "FetchedSnapshot",
     "GeometryError",
     "HurrayError",
     "LeaseExpiredError",
+    "NotPublishedError",
     "PagePool",
     "Peer",
     "PeerLostError",
@@ -58,7 +71,18 @@ __all__ = [
 ]
 
 _ROOMS = dict.fromkeys(("CacheSpec", "PagePool", "Snapshot"), "hurray_rdma.cache") | dict.fromkeys(
-    ("Arrival", "Engine", "EngineCollector", "EngineStats", "Peer", "Tls", "Transfer", "TransferStats"),
+    (
+        "Arrival",
+        "Engine",
+        "EngineCollector",
+        "EngineStats",
+        "FetchedSnapshot",
+        "NotPublishedError",
+        "Peer",
+        "Tls",
+        "Transfer",
+        "TransferStats",
+    ),
     "hurray_rdma.engine",
 )
 

@@ -68,6 +68,11 @@ class Lease:
         return self._state
 
     @property
+    def allocator(self) -> PageAllocator:
+        """Whose pages they are."""
+        return self._allocator
+
+    @property
     def page_ids(self) -> NDArray[np.uint32]:
         """The pages, uint32 ``[count]``, read-only, in the order in which they were leased.
 

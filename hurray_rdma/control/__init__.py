@@ -42,7 +42,7 @@ from hurray_rdma.control.events import (
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import Listener, serve
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, SnapshotFields
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
@@ -94,6 +94,7 @@ __all__ = [
     "SessionClosed",
     "SessionConfig",
     "SessionOpened",
+    "SnapshotFields",
     "StaleGenerationError",
     "TensorData",
     "Tls",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hurray_rdma.control import Tls
+from hurray_rdma.control import NotPublishedError, Tls
 from hurray_rdma.engine.arrival import Arrival, ArrivalState
 from hurray_rdma.engine.engine import Engine
+from hurray_rdma.engine.fetching import FetchedSnapshot
 from hurray_rdma.engine.logs import JsonFormatter
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.stats import DirectionStats, EngineStats, Histogram, LaneStats, TransferStats
@@ -25,9 +26,11 @@ __all__ = [
     "Engine",
     "EngineCollector",
     "EngineStats",
+    "FetchedSnapshot",
     "Histogram",
     "JsonFormatter",
     "LaneStats",
+    "NotPublishedError",
     "Peer",
     "Tls",
     "Transfer",

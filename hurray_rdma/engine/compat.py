@@ -19,12 +19,21 @@ from hurray_rdma.cache import (
     spec_from,
     spec_of,
 )
-from hurray_rdma.control import Offer, Pool, PoolRegion, PoolSegment
-from hurray_rdma.errors import GeometryError
+from hurray_rdma.control import Pool, PoolRegion, PoolSegment, Published, SnapshotFields
+from hurray_rdma.errors import ConfigError, GeometryError
 from hurray_rdma.format import Dialect, check_transferable, decode, encode_tensors, iter_descriptors
 from hurray_rdma.plan import PageMap, check_pair, map_pages
+from hurray_rdma.transport import Context
 
-__all__ = ["announced_layout", "announcement", "check_offer", "page_map_of", "pages_nbytes"]
+__all__ = [
+    "announced_layout",
+    "announcement",
+    "check_context",
+    "check_published",
+    "check_snapshot",
+    "page_map_of",
+    "pages_nbytes",
+]
 
 
 def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str, removed: bool) -> Pool:
@@ -53,6 +62,18 @@ def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str, re
         regions=tuple(PoolRegion(remote_addr=r.remote_addr, nbytes=r.nbytes, rkey=r.rkey) for r in remotes),
         segments=tuple(PoolSegment(*astuple(segment)) for segment in layout.segments),
     )
+
+
+def check_context(pool: PagePool, context: Context) -> None:
+    """Raises unless an engine with that UCX context can use the pool.
+
+    Raises:
+        ConfigError: the pool was made with another.
+    """
+    if any(region.context is not context for region in pool.regions):
+        raise ConfigError(
+            "the pool was made with another UCX context", field="context", value=context, fix="Pass the pool's own"
+        )
 
 
 def pages_nbytes(spec: CacheSpec) -> int:
@@ -101,16 +122,16 @@ def page_map_of(snapshot: Snapshot, dest: CacheSpec) -> PageMap:
     )
 
 
-def check_offer(offer: Offer, dest: CacheSpec, *, dialect: Dialect) -> tuple[CacheSpec, PageMap]:
-    """The sender's cache as its descriptors describe it, and its pages in terms of a pool like ``dest``.
+def check_snapshot(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect) -> tuple[CacheSpec, PageMap]:
+    """The peer's cache as its descriptors describe it, and its pages in terms of a pool like ``dest``.
 
     Raises:
         DescriptorError: a descriptor breaks a rule of the format, or is of another dialect than the session's.
         GeometryError: descriptors, tables and pool do not fit together.
     """
-    first = decode(offer.descriptors, dialect=dialect)
-    order, total_heads = offer.order, offer.total_heads or None
-    if encode_tensors(first, dest.tensors, dialect=dialect) == offer.descriptors:
+    first = decode(told.descriptors, dialect=dialect)
+    order, total_heads = told.order, told.total_heads or None
+    if encode_tensors(first, dest.tensors, dialect=dialect) == told.descriptors:
         # What a sender of the same cache writes, to the byte: what holds for one of them holds for all.
         check_transferable(first)
         source = spec_from(
@@ -118,29 +139,59 @@ def check_offer(offer: Offer, dest: CacheSpec, *, dialect: Dialect) -> tuple[Cac
             roles=dest.roles,
             layers=dest.layer_indices,
             order=order,
-            head_offset=offer.head_offset,
+            head_offset=told.head_offset,
             total_heads=total_heads,
         )
     else:
-        descriptors = list(iter_descriptors(offer.descriptors, dialect=dialect))
+        descriptors = list(iter_descriptors(told.descriptors, dialect=dialect))
         for descriptor in descriptors:
             check_transferable(descriptor)
-        source = spec_of(descriptors, order=order, head_offset=offer.head_offset, total_heads=total_heads)
+        source = spec_of(descriptors, order=order, head_offset=told.head_offset, total_heads=total_heads)
     check_pair(source, dest)
-    total_tokens = int(offer.seq_lens.sum(dtype="uint64"))
+    total_tokens = int(told.seq_lens.sum(dtype="uint64"))
     for name, described, given in (
-        ("num_seqs", first.num_seqs, len(offer.seq_lens)),
+        ("num_seqs", first.num_seqs, len(told.seq_lens)),
         ("total_tokens", first.total_tokens, total_tokens),
-        ("block_table_length", first.block_table_length, len(offer.block_table)),
+        ("block_table_length", first.block_table_length, len(told.block_table)),
     ):
         if described != given:
             raise GeometryError(f"the tables beside the descriptors have {given}", field=name, value=described)
     page_map = map_pages(
-        offer.block_table,
-        offer.seq_ptr,
-        offer.seq_lens,
+        told.block_table,
+        told.seq_ptr,
+        told.seq_lens,
         num_pages=first.num_pages,
         src_page_size=source.page_size,
         dst_page_size=dest.page_size,
     )
     return source, page_map
+
+
+def check_published(told: Published, source: PoolLayout, dest: CacheSpec, *, dialect: Dialect) -> PageMap:
+    """The pages of a published snapshot in terms of a pool like ``dest``.
+
+    Args:
+        told: what the peer says of the snapshot.
+        source: the pool that it is said to be in, as the peer announced it.
+        dest: of this side.
+        dialect: the session's.
+
+    Raises:
+        DescriptorError, GeometryError: as of `check_snapshot`, or the descriptors are not of that pool.
+    """
+    spec, page_map = check_snapshot(told, dest, dialect=dialect)
+    for name in ("page_size", "num_heads", "order"):
+        if getattr(spec, name) != getattr(source.spec, name):
+            raise GeometryError(
+                f"the peer announced the pool with {getattr(source.spec, name)!r}",
+                field=name,
+                value=getattr(spec, name),
+            )
+    check_pair(spec, source.spec)
+    if len(told.block_table) and int(told.block_table.max()) >= source.num_pages:
+        raise GeometryError(
+            f"is not below the {source.num_pages} pages of the pool as the peer announced it",
+            field="max(block_table)",
+            value=int(told.block_table.max()),
+        )
+    return page_map

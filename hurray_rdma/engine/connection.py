@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from hurray_rdma.cache import CacheSpec, PoolLayout
 from hurray_rdma.control import (
@@ -25,6 +26,7 @@ from hurray_rdma.control import (
     PoolAnnounced,
     PoolRemoved,
     PoolsAnnounced,
+    PublishedHeard,
     Refused,
     SessionClosed,
     SessionConfig,
@@ -34,9 +36,9 @@ from hurray_rdma.control import (
     parse_address,
 )
 from hurray_rdma.engine.compat import announced_layout
+from hurray_rdma.engine.exchange import Exchange, RemotePool
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.engine.transfer import RemotePool, Transfer
 from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, PeerLostError, TransportError
 from hurray_rdma.format import Dialect
 from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteMemory, RemoteRegion, StopFlag, Worker
@@ -63,7 +65,7 @@ class Surroundings:
 
 
 class Connection:
-    """A session with the engine at ``address``: a `TransferRoute`. Made by `open`.
+    """A session with the engine at ``address``: a `Route`. Made by `open`.
 
     Args:
         address: ``host:port``.
@@ -88,9 +90,10 @@ class Connection:
         self._give_up = StopFlag()
         self._connecting: asyncio.Task[Endpoint] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._when_settled: list[Callable[[], None]] = []
         self._ready = asyncio.Event()
         self._error: HurrayError | None = None
-        self._transfers: dict[int, Transfer] = {}
+        self._exchanges: dict[int, Exchange[Any]] = {}
 
     async def open(self, deadline: float) -> None:
         """Connects both channels and hears of the peer's pools.
@@ -162,13 +165,16 @@ class Connection:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        for transfer in list(self._transfers.values()):
-            await transfer.abort("its connection is being closed")
+        for exchange in list(self._exchanges.values()):
+            await exchange.abort("its connection is being closed")
         if self._connecting is not None:
             self._give_up.set()
             await asyncio.wait({self._connecting})
         if self._endpoint is not None:
-            await asyncio.to_thread(self._endpoint.close)  # where it fails, the worker keeps the endpoint
+            # Where it fails, the worker keeps the endpoint, and UCX may still write what it was to read.
+            if await asyncio.to_thread(self._endpoint.close):
+                for settled in self._when_settled:
+                    settled()
             self._endpoint = None
         self._pools.clear()
         if self._zeros is not None:
@@ -245,16 +251,22 @@ class Connection:
             value=spec.layer_indices,
         )
 
+    def pool_by_id(self, pool_id: int) -> RemotePool | None:
+        return self._pools.get(pool_id)
+
+    def when_settled(self, settled: Callable[[], None]) -> None:
+        self._when_settled.append(settled)
+
     def zeros(self, nbytes: int) -> Region:
         if self._zeros is None or self._zeros.nbytes < nbytes:
             self._zeros = self._surroundings.context.allocate(nbytes)
         return self._zeros
 
-    def register(self, transfer_id: int, transfer: Transfer) -> None:
-        self._transfers[transfer_id] = transfer
+    def register(self, transfer_id: int, exchange: Exchange[Any]) -> None:
+        self._exchanges[transfer_id] = exchange
 
     def forget(self, transfer_id: int) -> None:
-        self._transfers.pop(transfer_id, None)
+        self._exchanges.pop(transfer_id, None)
 
     # Events.
 
@@ -267,19 +279,22 @@ class Connection:
                 self._drop_pool(pool_id)
             case PoolsAnnounced():
                 self._ready.set()
-            case Granted(transfer_id=transfer_id, grant=grant):
-                if transfer_id in self._transfers:
-                    self._transfers[transfer_id].granted(grant)
+            case (
+                Granted(transfer_id=transfer_id, grant=answer)
+                | PublishedHeard(transfer_id=transfer_id, published=answer)
+            ):
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].answered(answer)
             case Acknowledged(transfer_id=transfer_id):
-                if transfer_id in self._transfers:
-                    self._transfers[transfer_id].acknowledged()
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].acknowledged()
             case (
                 Refused(transfer_id=transfer_id, error=error)
                 | TransferFailed(transfer_id=transfer_id, error=error)
                 | AbortRequested(transfer_id=transfer_id, error=error)
             ):
-                if transfer_id in self._transfers:
-                    self._transfers[transfer_id].ended_by_peer(error)
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].ended_by_peer(error)
             case SessionClosed(error=error):
                 self._hear_the_end(error)
             case _:

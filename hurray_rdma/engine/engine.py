@@ -9,16 +9,20 @@ import platform
 from collections.abc import AsyncIterator
 from types import TracebackType
 
-from hurray_rdma.cache import PagePool, PoolGroups
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.cache import CacheSpec, PagePool, PoolGroups, Snapshot
 from hurray_rdma.control import SessionConfig, Tls, parse_address
 from hurray_rdma.engine.arrival import Arrival
+from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Surroundings
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.processes import process_id
 from hurray_rdma.engine.reception import Reception
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import ConfigError
+from hurray_rdma.errors import ConfigError, GeometryError
 from hurray_rdma.transport import Context, Worker
 
 __all__ = ["Engine"]
@@ -80,7 +84,7 @@ class Engine:
         regions = [region for each in pools.values() for region in each.regions]
         self._context = regions[0].context if context is None else context
         for each in pools.values():
-            self._check_context(each)
+            check_context(each, self._context)
         self._own_pools = pools
         self._tally = Tally()
         self._worker: Worker | None = None
@@ -189,6 +193,7 @@ class Engine:
         peer = Peer(
             address,
             surroundings=surroundings,
+            pool_for=self._pool_for,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             on_closed=self._peers.discard,
         )
@@ -220,7 +225,7 @@ class Engine:
         Raises:
             ConfigError: the engine does not listen, the name or the token is taken, or the pool is of another context.
         """
-        self._check_context(pool)
+        check_context(pool, self._context)
         self._receiving().add_pool(pool, name=name, token=token)
 
     def remove_pool(self, name: str) -> None:
@@ -252,6 +257,56 @@ class Engine:
         """
         await self._receiving().reregister(name, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
+    # Pull.
+
+    def publish(
+        self,
+        key: str,
+        snapshot: Snapshot,
+        *,
+        page_keys: NDArray[np.uint8] | None = None,
+        lease_s: float | None = None,
+    ) -> None:
+        """Lets connected engines fetch a snapshot: its pages are leased until `unpublish`, or for ``lease_s``.
+
+        A reader that has begun by then is let finish, within the time that it asked for.
+
+        Args:
+            key: what readers ask for.
+            snapshot: over one of this engine's pools; its pages must keep their content while it is published.
+            page_keys: as of `Peer.send`: pages that the reader holds under the same key are not read.
+            lease_s: None is the engine's.
+
+        Raises:
+            ConfigError: the engine does not listen, the pool is none of its pools, or the key is taken.
+        """
+        self._receiving().check_pool(snapshot.pool)
+        self._receiving().publishing.publish(
+            key, snapshot, lease_s=self._lease_s if lease_s is None else lease_s, page_keys=page_keys
+        )
+
+    def unpublish(self, key: str) -> bool:
+        """Takes a published snapshot back; False if it was not there, or its lease had run out.
+
+        Raises:
+            ConfigError: the engine does not listen.
+        """
+        return self._receiving().publishing.unpublish(key)
+
+    def _pool_for(self, spec: CacheSpec) -> PagePool:
+        """The own pool that takes pages of a cache."""
+        pools = list(self._own_pools.values())
+        if len(pools) == 1:
+            return pools[0]
+        for pool in pools:
+            if pool.spec.layer_indices == spec.layer_indices and set(pool.spec.roles) == set(spec.roles):
+                return pool
+        raise GeometryError(
+            f"this engine has pools with layers {[pool.spec.layer_indices for pool in pools]}",
+            field="layers",
+            value=spec.layer_indices,
+        )
+
     def stats(self) -> EngineStats:
         """What the engine has done so far, and what it holds now. May be called on any thread."""
         reception = self._reception
@@ -270,15 +325,6 @@ class Engine:
         if self._reception is None:
             raise ConfigError("the engine does not listen", field="listen", value=None, fix="Pass listen='host:port'")
         return self._reception
-
-    def _check_context(self, pool: PagePool) -> None:
-        if any(region.context is not self._context for region in pool.regions):
-            raise ConfigError(
-                "the pool was made with another UCX context",
-                field="context",
-                value=self._context,
-                fix="Pass the pool's own",
-            )
 
     def _config(self) -> SessionConfig:
         return SessionConfig(

@@ -12,9 +12,11 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import Snapshot, SnapshotGroups
+from hurray_rdma.cache import CacheSpec, PagePool, Snapshot, SnapshotGroups
 from hurray_rdma.control import parse_address
+from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Connection, Surroundings
+from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, PeerLostError
@@ -36,6 +38,7 @@ class Peer:
         address: str,
         *,
         surroundings: Surroundings,
+        pool_for: Callable[[CacheSpec], PagePool],
         timeout_s: float,
         on_closed: Callable[[Peer], None],
     ) -> None:
@@ -43,6 +46,7 @@ class Peer:
         self.address = address
         """As given to `Engine.connect`."""
         self._surroundings = surroundings
+        self._pool_for = pool_for
         self._timeout_s = timeout_s
         self._on_closed = on_closed
         self._connection: Connection | None = None
@@ -186,6 +190,7 @@ class Peer:
         timeout_s: float | None = None,
     ) -> Transfer:
         """A transfer to be sent layer by layer, while later layers are still being computed; arguments as of `send`."""
+        check_context(snapshot.pool, self._surroundings.context)
         return Transfer(
             self._connected,
             snapshot,
@@ -196,6 +201,34 @@ class Peer:
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             tally=self._surroundings.tally,
         )
+
+    async def fetch(self, key: str, *, into: PagePool | None = None, timeout_s: float | None = None) -> FetchedSnapshot:
+        """Pulls a snapshot that the peer has published: one-sided reads into free pages of this engine.
+
+        It is complete, and was valid all the time: the peer confirms that its pages were under lease until the end.
+
+        Args:
+            key: as of `Engine.publish`.
+            into: the pool that takes the pages, of the engine's context; None is the engine's own.
+            timeout_s: budget for everything, the wait for free pages included; None is the engine's.
+
+        Raises:
+            NotPublishedError: nothing is published under the key (any more).
+            LeaseExpiredError: the time that was asked for ran out at the peer.
+            GeometryError: the two pools cannot exchange pages, and why.
+            PoolExhaustedError: it never fits into the pool.
+            DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: no page stays leased.
+        """
+        if into is not None:
+            check_context(into, self._surroundings.context)
+        fetching = Fetching(
+            self._connected,
+            key,
+            pool_for=self._pool_for if into is None else lambda _: into,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            tally=self._surroundings.tally,
+        )
+        return await fetching.run()
 
     @property
     def connected(self) -> bool:

@@ -32,7 +32,7 @@ from hurray_rdma.control import (
     TransferFailed,
 )
 from hurray_rdma.engine.arrival import Arrival
-from hurray_rdma.engine.compat import announcement, check_offer
+from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.parts import GoodOffer, WaitingOffers, Whole
@@ -218,7 +218,7 @@ class Receiver:
             raise RegistrationError("the receiving pool is closed")
         if offer.generation != self.generation:
             raise self._stale(offer)
-        source, page_map = check_offer(offer, self.pool.spec, dialect=Dialect(link.peer.dialect))
+        source, page_map = check_snapshot(offer, self.pool.spec, dialect=Dialect(link.peer.dialect))
         if self.pool.allocator.never_fits(page_map.num_pages):
             raise PoolExhaustedError(
                 f"is above all {self.pool.num_pages} pages of the receiving pool: it never fits",

@@ -12,6 +12,7 @@ from hurray_rdma.control import (
     Channel,
     Event,
     EventHandler,
+    Fetched,
     Listener,
     Offered,
     ServerSession,
@@ -24,6 +25,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.publishing import Publishing
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
@@ -68,6 +70,7 @@ class Reception:
         self._removed: list[Receiver] = []
         self._num_pools = 0
         self._token: str | None = None
+        self.publishing = Publishing(self._receiver_of, tally=tally)
         self._listener: Listener | None = None
         self._links: dict[Link, Channel] = {}
         self._owing: set[Link] = set()
@@ -102,6 +105,7 @@ class Reception:
         """Ends all sessions and what they had under way."""
         async with contextlib.AsyncExitStack() as steps:
             steps.push_async_callback(self._finish)
+            steps.callback(self.publishing.close)
             for receiver in self._all():
                 steps.callback(receiver.close)
             for channel in list(self._links.values()):
@@ -187,6 +191,7 @@ class Reception:
         for link in self._links:
             receiver.announce(link, removed=True)
         receiver.close("the pool was removed")
+        self.publishing.revoke(receiver.pool, StaleGenerationError(f"pool {name!r} was removed"))
         self._removed.append(receiver)
 
     async def reregister(self, name: str, *, timeout_s: float) -> None:
@@ -199,10 +204,22 @@ class Reception:
         receiver = self._named(name)
         await receiver.settle(timeout_s)
         try:
+            self.publishing.revoke(receiver.pool, StaleGenerationError("the pool is being registered anew"))
             await asyncio.to_thread(receiver.pool.renew)
             receiver.renewed(self._links)
         finally:
             receiver.resume()
+
+    def check_pool(self, pool: PagePool) -> None:
+        """Raises unless peers can hear of the pool.
+
+        Raises:
+            ConfigError: it is none of those received into.
+        """
+        if not any(receiver.pool is pool for receiver in self._receivers.values()):
+            raise ConfigError(
+                "is none of this engine's pools", field="snapshot.pool", value=pool, fix="Add it: Engine.add_pool"
+            )
 
     def _named(self, name: str) -> Receiver:
         try:
@@ -241,16 +258,27 @@ class Reception:
                     else:
                         error = StaleGenerationError("there is no such pool", field="pool_id", value=offer.pool_id)
                         link.session.refuse(transfer_id, error, now=link.now)
+                case Fetched():
+                    self.publishing.handle(link, event)
                 case SessionClosed(error=error):
                     for receiver in self._all():
                         receiver.handle(link, event)
+                    self.publishing.handle(link, event)
                     self._tally.disconnected(error)
                     self._ended(link)
                 case _:
                     for receiver in self._all():  # the one that knows the transfer
                         receiver.handle(link, event)
+                    self.publishing.handle(link, event)
 
         return handle
+
+    def _receiver_of(self, pool: PagePool, link: Link) -> Receiver | None:
+        """The receiver of a pool, if the peer may know of it."""
+        for receiver in self._receivers.values():
+            if receiver.pool is pool and receiver.tenant == link.peer.tenant:
+                return receiver
+        return None
 
     def _meant_by(self, pool_id: int, link: Link) -> Receiver | None:
         """The receiver of a pool that the sender may know of."""

@@ -179,20 +179,22 @@ class Endpoint:
         if memory in self._remote_memories:
             self._remote_memories.remove(memory)
 
-    def put(
+    def post(
         self,
-        src: native.Memory,
+        local: native.Memory,
         *,
-        src_address: int,
-        dst_address: int,
+        local_address: int,
+        remote_address: int,
         rkey: native.RemoteKey,
-        src_offsets: Offsets,
-        dst_offsets: Offsets,
+        local_offsets: Offsets,
+        remote_offsets: Offsets,
         lengths: Offsets,
+        get: bool,
         stop: StopFlag,
         timeout_s: float,
     ) -> tuple[int, int, int, int, bool]:
-        """Posts a plan with ``ucp_put_nbx`` and flushes; returns what `native.post` does. For `RemoteMemory.write`.
+        """Posts a plan with ``ucp_put_nbx`` or ``ucp_get_nbx`` and flushes; returns what `native.post` does. For
+        `RemoteMemory`.
 
         One plan at a time: an endpoint that must be closed, because what is in flight does not end, has no other user.
 
@@ -205,18 +207,18 @@ class Endpoint:
         try:
             handle = self.handle
             self._running = stop
-            src.hold()
-            self._held.append((src, rkey))
+            local.hold()
+            self._held.append((local, rkey))
             outcome = native.post(
                 self._worker.handle,
                 handle,
-                False,
-                src_address,
-                src,
-                dst_address,
+                get,
+                local_address,
+                local,
+                remote_address,
                 rkey,
-                src_offsets,
-                dst_offsets,
+                local_offsets,
+                remote_offsets,
                 lengths,
                 _WINDOW,
                 stop,
@@ -225,7 +227,7 @@ class Endpoint:
             posted, completed, *_ = outcome
             if completed == posted:
                 self._held.pop()
-                src.release()
+                local.release()
             else:
                 self.close()
             return outcome

@@ -1,4 +1,4 @@
-"""A peer's region reached over one endpoint: the place that plans are written to.
+"""A peer's region reached over one endpoint: the place that plans are written to, or read from.
 
 A plan here is three arrays of offsets and lengths; the room above decides what they mean. Knows the two ways to a
 remote region (`Path`), and whether bytes of a plan that failed may still arrive.
@@ -35,9 +35,9 @@ class Path(Enum):
     """How bytes reach a remote region."""
 
     MAPPED = "mapped"
-    """This process maps the peer's memory (``ucp_rkey_ptr``) and stores into it."""
+    """This process maps the peer's memory (``ucp_rkey_ptr``), and stores into it or loads from it."""
     PUT = "put"
-    """``ucp_put_nbx`` and ``ucp_ep_flush_nbx``."""
+    """``ucp_put_nbx`` or ``ucp_get_nbx``, and ``ucp_ep_flush_nbx``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Moved:
 
 
 class RemoteMemory:
-    """A peer's region, reachable over one endpoint: the place that plans are written to."""
+    """A peer's region, reachable over one endpoint: the place that plans are written to, or read from."""
 
     def __init__(self, endpoint: Endpoint, remote: RemoteRegion) -> None:
         self._endpoint = endpoint
@@ -67,7 +67,7 @@ class RemoteMemory:
 
     @property
     def path(self) -> Path:
-        """How `write` will move bytes."""
+        """How `write` and `read` will move bytes."""
         return Path.MAPPED if self._pointer else Path.PUT
 
     @property
@@ -106,43 +106,77 @@ class RemoteMemory:
         """
         _check_inside("src", src_offsets, lengths, src.nbytes)
         _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
-        memory = src.memory
+        return self._move(src, src_offsets, dst_offsets, lengths, get=False, stop=stop, timeout_s=timeout_s)
+
+    def read(
+        self,
+        dst: Region,
+        *,
+        src_offsets: Offsets,
+        dst_offsets: Offsets,
+        lengths: Offsets,
+        stop: StopFlag,
+        timeout_s: float,
+    ) -> Moved:
+        """Reads a plan and waits until every byte is here. Blocks; releases the GIL.
+
+        Args:
+            dst: this process's region; must stay registered until the call returns.
+            src_offsets: uint64 ``[num_operations]``, bytes from the start of the remote region.
+            dst_offsets: uint64 ``[num_operations]``, bytes from the start of ``dst``.
+            lengths, stop, timeout_s: as of `write`.
+
+        Raises:
+            HurrayError: as `write`; ``in_doubt`` tells whether bytes may still arrive in ``dst``.
+        """
+        _check_inside("src", src_offsets, lengths, self.remote.nbytes)
+        _check_inside("dst", dst_offsets, lengths, dst.nbytes)
+        return self._move(dst, dst_offsets, src_offsets, lengths, get=True, stop=stop, timeout_s=timeout_s)
+
+    def _move(
+        self,
+        local: Region,
+        local_offsets: Offsets,
+        remote_offsets: Offsets,
+        lengths: Offsets,
+        *,
+        get: bool,
+        stop: StopFlag,
+        timeout_s: float,
+    ) -> Moved:
+        memory = local.memory
         self._enter()
         started = time.monotonic()
         try:
             memory.hold()
             try:
-                if self._pointer:
-                    outcome = native.copy(
-                        src.address,
-                        self._pointer,
-                        src_offsets,
-                        dst_offsets,
-                        lengths,
-                        stop,
-                        deadline_ns(timeout_s),
-                    )
-                else:
-                    outcome = self._endpoint.put(
+                if not self._pointer:
+                    outcome = self._endpoint.post(
                         memory,
-                        src_address=src.address,
-                        dst_address=self.remote.remote_addr,
+                        local_address=memory.address,
+                        remote_address=self.remote.remote_addr,
                         rkey=self._rkey,
-                        src_offsets=src_offsets,
-                        dst_offsets=dst_offsets,
+                        local_offsets=local_offsets,
+                        remote_offsets=remote_offsets,
                         lengths=lengths,
+                        get=get,
                         stop=stop,
                         timeout_s=timeout_s,
                     )
+                else:
+                    here, there = (memory.address, local_offsets), (self._pointer, remote_offsets)
+                    (src, src_offsets), (dst, dst_offsets) = (there, here) if get else (here, there)
+                    outcome = native.copy(src, dst, src_offsets, dst_offsets, lengths, stop, deadline_ns(timeout_s))
             finally:
                 memory.release()
         finally:
             self._leave()
-        posted, _, nbytes, status, settled = outcome
+        posted, completed, nbytes, status, settled = outcome
         try:
-            raise_for(status, "put", timeout_s=timeout_s)
+            raise_for(status, "get" if get else "put", timeout_s=timeout_s)
         except HurrayError as error:
-            error.in_doubt = not settled
+            # A get writes here, and no more once UCX has let go of the memory; a put may be on its way.
+            error.in_doubt = completed != posted and self._endpoint.holds_memory if get else not settled
             raise
         return Moved(num_operations=posted, nbytes=nbytes, seconds=time.monotonic() - started)
 

@@ -1,9 +1,10 @@
-"""Writes the pages of a transfer into the peer's memory, in a mover thread: the native loops release the GIL."""
+"""Moves the pages of a plan between this process and a peer's memory, in a mover thread: the native loops release the
+GIL."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,11 @@ from hurray_rdma.errors import HurrayError
 from hurray_rdma.plan import Move, Plan, TransferPlan
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
-__all__ = ["Moves", "Writer"]
+__all__ = ["Mover", "Moves"]
 
 Offsets = NDArray[np.uint64]
 
-_MIN_WRITE_NBYTES = 4 << 20
+_MIN_MOVE_NBYTES = 4 << 20
 """Bytes per native call below which layers are put together: a call costs as much as copying a few pages."""
 
 
@@ -37,13 +38,14 @@ class Moves:
         self.seconds += other.seconds
 
 
-class Writer:
-    """The writes of one transfer.
+class Mover:
+    """The moves of one transfer.
 
     Args:
-        pool: where the pages are.
-        plan: what is written.
+        pool: this process's pages.
+        plan: what is moved: out of ``pool``, or into it.
         memories: the peer's regions, as the plan counts them.
+        reads: whether pages come from the peer; else they go there.
         zeros: a region of ``plan.zeros_nbytes`` zeros, where the plan has any.
         stop: ends it early.
         deadline: until when, on the monotonic clock, seconds.
@@ -55,35 +57,37 @@ class Writer:
         plan: TransferPlan,
         memories: tuple[RemoteMemory, ...],
         *,
-        zeros: Region | None,
+        reads: bool = False,
+        zeros: Region | None = None,
         stop: StopFlag,
         deadline: float,
     ) -> None:
         self._pool = pool
         self._plan = plan
         self._memories = memories
+        self._reads = reads
         self._zeros = zeros
         self._stop = stop
         self._deadline = deadline
         self.in_doubt = False
-        """Whether bytes of a write that failed may still arrive."""
+        """Whether bytes of a move that failed may still arrive."""
 
-    def write(self, layers: list[int], ended: Callable[[list[int]], None]) -> Moves:
-        """Writes layer by layer, every role; blocks.
+    def move(self, layers: Sequence[int], ended: Callable[[list[int]], None]) -> Moves:
+        """Moves layer by layer, every role; blocks.
 
         Args:
             layers: which.
-            ended: told, on this thread, which descriptors are complete at the peer.
+            ended: told, on this thread, which descriptors are complete where they were to go.
 
         Raises:
             HurrayError: as `RemoteMemory.write`.
         """
         spec, moves = self._pool.spec, Moves()
-        step = max(1, _MIN_WRITE_NBYTES // max(1, self._plan.nbytes // spec.num_layers))
+        step = max(1, _MIN_MOVE_NBYTES // max(1, self._plan.nbytes // spec.num_layers))
         try:
             for start in range(0, len(layers), step):
                 tensors = [(role, layer) for layer in layers[start : start + step] for role in spec.roles]
-                self._write([move for tensor in tensors for move in self._plan.moves(*tensor)], moves)
+                self._move([move for tensor in tensors for move in self._plan.moves(*tensor)], moves)
                 ended([spec.index(*tensor) for tensor in tensors])
         except HurrayError as error:
             self.in_doubt = self.in_doubt or error.in_doubt
@@ -93,25 +97,26 @@ class Writer:
             raise
         return moves
 
-    def _write(self, moves: list[Move], done: Moves) -> None:
-        """Writes some moves: one call for all with the same program between the same two regions."""
+    def _move(self, moves: list[Move], done: Moves) -> None:
+        """One call for all moves with the same program between the same two regions."""
         together: dict[tuple[int, int, int], list[Move]] = {}
         for move in moves:
             key = (id(move.program), move.src_region_index, move.dst_region_index)
             together.setdefault(key, []).append(move)
         for (_, src_region, dst_region), same in together.items():
-            src = self._pool.regions[src_region]
+            here, there = (dst_region, src_region) if self._reads else (src_region, dst_region)
+            local, remote = self._pool.regions[here], self._memories[there]
             bases = [(move.src_base_nbytes, move.dst_base_nbytes) for move in same]
             for plan in same[0].program.plans():
-                self._write_plan(src, dst_region, plan, bases, done)
+                self._run(local, remote, plan, bases, done)
             zeros = same[0].program.zeros
             if zeros is not None and self._zeros is not None:
-                self._write_plan(self._zeros, dst_region, zeros, [(0, dst_base) for _, dst_base in bases], done)
+                self._run(self._zeros, remote, zeros, [(0, dst_base) for _, dst_base in bases], done)
 
-    def _write_plan(self, src: Region, dst_region: int, plan: Plan, bases: list[tuple[int, int]], done: Moves) -> None:
+    def _run(self, local: Region, remote: RemoteMemory, plan: Plan, bases: list[tuple[int, int]], done: Moves) -> None:
         src_offsets, dst_offsets, lengths = _placed(plan, bases)
-        moved = self._memories[dst_region].write(
-            src,
+        moved = (remote.read if self._reads else remote.write)(
+            local,
             src_offsets=src_offsets,
             dst_offsets=dst_offsets,
             lengths=lengths,

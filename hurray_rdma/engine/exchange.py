@@ -1,0 +1,285 @@
+"""What a push and a pull have in common on the connecting side: ask, wait for the answer, move pages, an end in order.
+
+Pages are moved in mover threads (the native loops release the GIL); everything else runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from hurray_rdma.cache import CacheSpec, Lease, PoolLayout, Snapshot
+from hurray_rdma.control import ClientSession, ErrorCode, Pool, StaleGenerationError
+from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
+from hurray_rdma.engine.mover import Moves
+from hurray_rdma.engine.stats import Direction
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError
+from hurray_rdma.format import Dialect
+from hurray_rdma.transport import Region, RemoteMemory, StopFlag
+
+__all__ = ["Exchange", "RemotePool", "Route", "retain"]
+
+Answer = TypeVar("Answer")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemotePool:
+    """A pool that the peer announced, its layout checked and its regions opened."""
+
+    pool: Pool
+    layout: PoolLayout
+    memories: tuple[RemoteMemory, ...]
+    """None where pages travel on the control channel."""
+
+    @property
+    def lane(self) -> str:
+        """UCX transport that carries pages."""
+        return self.memories[0].lane if self.memories else FRAMES_LANE
+
+    @property
+    def path(self) -> str:
+        """How they are moved: ``mapped``, ``put`` (or got) or ``frames``."""
+        return self.memories[0].path.value if self.memories else FRAMES_PATH
+
+
+class Route(Protocol):
+    """The connection that an exchange goes over, as it needs it. `Connection` is one."""
+
+    @property
+    def session(self) -> ClientSession: ...
+
+    @property
+    def movers(self) -> ThreadPoolExecutor: ...
+
+    def notify(self) -> None:
+        """Sends what the session has to send."""
+
+    async def flush(self) -> None:
+        """The same, and waits while the peer does not keep up."""
+
+    def dialect(self) -> Dialect:
+        """The dialect of the session's descriptors."""
+
+    def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
+        """The peer's pool that is to take pages of ``spec``."""
+
+    def pool_by_id(self, pool_id: int) -> RemotePool | None:
+        """The peer's pool of that number."""
+
+    def first_pool(self) -> RemotePool:
+        """Any of the peer's pools."""
+
+    def zeros(self, nbytes: int) -> Region:
+        """A registered region of at least so many bytes, all zero."""
+
+    def when_settled(self, settled: Callable[[], None]) -> None:
+        """Calls it when nothing that was posted can write into this process any more."""
+
+    def register(self, transfer_id: int, exchange: Exchange[Any]) -> None:
+        """From now on the exchange hears of its events."""
+
+    def forget(self, transfer_id: int) -> None:
+        """It has ended."""
+
+
+class Exchange(ABC, Generic[Answer]):
+    """One transfer as the side that asked for it sees it.
+
+    Args:
+        connect: makes or gives a route, until a deadline.
+        key: of the snapshot.
+        timeout_s: for all of it.
+        tally: counts what happens.
+        direction: of the pages, from here.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[float], Awaitable[Route]],
+        key: str,
+        *,
+        timeout_s: float,
+        tally: Tally,
+        direction: Direction,
+    ) -> None:
+        self._connect = connect
+        self._key = key
+        self._timeout_s = timeout_s
+        self._tally = tally
+        self._direction = direction
+        self._started = 0.0
+        self._deadline = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._transfer_id: int | None = None
+        self._jobs: dict[asyncio.Future[Moves], Future[Moves]] = {}
+        self._moves = Moves()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._stop = StopFlag()
+        self._answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._acknowledged: asyncio.Future[None] = self._loop.create_future()
+        self._error: HurrayError | None = None
+
+    # What the route tells it.
+
+    def answered(self, answer: Answer) -> None:
+        """The peer agrees."""
+        if not self._answer.done():
+            self._answer.set_result(answer)
+
+    def acknowledged(self) -> None:
+        """The peer says that it is complete."""
+        if not self._acknowledged.done():
+            self._acknowledged.set_result(None)
+
+    def ended_by_peer(self, error: HurrayError) -> None:
+        """The peer refused it or ends it. QUIET goes out as soon as that is true, whatever the application does."""
+        self.fail(error)
+        if not self._jobs:
+            self._say_the_end("the peer ended it")
+
+    def fail(self, error: HurrayError) -> None:
+        """It cannot be completed; posting stops, waits end."""
+        if self._error is None:
+            self._error = error
+        self._stop.set()
+        for future in (self._answer, self._acknowledged):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # somebody may wait for it, or nobody
+
+    @abstractmethod
+    async def abort(self, reason: str) -> None:
+        """Ends it; returns when nothing of it is in flight any more."""
+
+    # Steps.
+
+    async def _begin(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Connects and asks; again where that can be of use."""
+        self._started = time.monotonic()
+        self._deadline = self._started + self._timeout_s
+        may_be_lost = True
+        while True:
+            self._route = await self._connect(self._deadline)
+            try:
+                return await ask()
+            except StaleGenerationError:
+                # The pool was registered anew after we heard of it: its new announcement has come by now.
+                self._start_over()
+            except PeerLostError:
+                # Nothing was moved yet: a session that had broken unnoticed costs no transfer.
+                if not may_be_lost:
+                    raise
+                may_be_lost = False
+                self._start_over()
+
+    async def _asked(self, transfer_id: int, what: str) -> Answer:
+        """Sends what was asked, and waits for the answer."""
+        self._transfer_id = transfer_id
+        self._route.register(transfer_id, self)
+        self._route.notify()
+        return await self._wait(self._answer, what)
+
+    async def _move(self, work: Callable[[], Moves]) -> None:
+        """Works in a mover thread, until the deadline."""
+        if self._error is not None:
+            raise self._error
+        job = self._route.movers.submit(work)
+        moving = asyncio.wrap_future(job)
+        self._jobs[moving] = job
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                self._moves.add(await asyncio.shield(moving))
+        except (TimeoutError, DeadlineExceededError) as error:
+            raise self._late() from error
+        except HurrayError as error:
+            self.fail(error)
+            # Posting stops for a reason: an abort or a lost peer tells more than "stopped".
+            raise self._error or error from error
+        finally:
+            if moving.done():
+                del self._jobs[moving]
+
+    def _late(self) -> DeadlineExceededError:
+        late = DeadlineExceededError("pages were not moved in time", field="timeout_s", value=self._timeout_s)
+        self.fail(late)
+        return late
+
+    async def _wait(self, future: asyncio.Future[_T], what: str) -> _T:
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            raise DeadlineExceededError(
+                f"{what} for {self._key!r} did not come in time", field="timeout_s", value=self._timeout_s
+            ) from None
+
+    async def _give_up(self, reason: str) -> None:
+        """Stops posting, waits for what is in flight, tells the peer: ABORT, then QUIET if it is quiet. Idempotent."""
+        self._stop.set()
+        cancelled = await self._settle()
+        self._say_the_end(reason)
+        if cancelled is not None:
+            raise cancelled
+
+    def _say_the_end(self, reason: str) -> None:
+        """With no mover busy: ABORT if the peer does not know yet, and QUIET unless bytes may still land there."""
+        if self._transfer_id is not None:
+            session, now = self._route.session, self._loop.time()
+            session.abort(self._transfer_id, ErrorCode.ABORTED, reason, now=now)
+            if not self._in_doubt:
+                session.quiet(self._transfer_id, now=now)
+            self._route.notify()
+            self._forget()
+
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether bytes of it may still land at the peer."""
+        return False
+
+    async def _settle(self) -> asyncio.CancelledError | None:
+        """Waits for the mover threads, which have been told to stop; pages are in use, so a cancellation waits, too."""
+        cancelled = None
+        for job in self._jobs.values():
+            job.cancel()  # one that has not begun never will
+        while self._jobs:
+            try:
+                await asyncio.wait(self._jobs)
+            except asyncio.CancelledError as error:
+                cancelled = error
+            for moving in [moving for moving in self._jobs if moving.done()]:
+                del self._jobs[moving]
+                if not moving.cancelled():
+                    moving.exception()  # whoever started it has been told, or is gone
+        return cancelled
+
+    def _forget(self) -> None:
+        if self._transfer_id is not None:
+            self._route.forget(self._transfer_id)
+            self._transfer_id = None
+
+
+def retain(snapshot: Snapshot, *, deadline: float | None = None) -> Lease:
+    """Keeps pages of the snapshot that somebody leased from going back to their pool; those of a pool whose pages the
+    application hands out itself are its own care.
+
+    Args:
+        snapshot: whose pages.
+        deadline: as of `Lease.deadline`.
+    """
+    allocator = snapshot.pool.allocator
+    page_ids = np.unique(snapshot.block_table)
+    _, lease = allocator.retain_current(page_ids, allocator.births(page_ids), deadline=deadline)
+    return lease

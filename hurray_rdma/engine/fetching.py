@@ -1,0 +1,233 @@
+"""One pull as its reader sees it: ask for a published snapshot, find pages, read, and hear that it was still valid."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.cache import CacheSpec, Lease, PagePool, Snapshot
+from hurray_rdma.control import Fetch, Published, StaleGenerationError
+from hurray_rdma.engine.compat import check_published, pages_nbytes
+from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
+from hurray_rdma.engine.frames import FRAMES_PATH
+from hurray_rdma.engine.mover import Mover
+from hurray_rdma.engine.stats import TransferStats
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import (
+    DeadlineExceededError,
+    PoolExhaustedError,
+    TransferAbortedError,
+    TransportError,
+)
+from hurray_rdma.plan import PageMap, check_pair, map_keys, plan_transfer
+
+__all__ = ["FetchedSnapshot", "Fetching"]
+
+
+class FetchedSnapshot(Snapshot):
+    """A snapshot that was read from a peer, in pages of this engine. Made by `Peer.fetch`; a context manager.
+
+    Release it when its pages are no longer needed: they stay leased until then.
+    """
+
+    def __init__(
+        self, pool: PagePool, page_map: PageMap, page_ids: NDArray[np.uint32], leases: list[Lease], stats: TransferStats
+    ) -> None:
+        super().__init__(
+            pool, block_table=page_map.block_table(page_ids), seq_ptr=page_map.seq_ptr, seq_lens=page_map.seq_lens
+        )
+        self.stats = stats
+        """Facts of the transfer."""
+        self._leases = leases
+
+    def release(self) -> None:
+        """Gives the pages back. Harmless when repeated."""
+        for lease in self._leases:
+            lease.release()
+
+    def __enter__(self) -> FetchedSnapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Fetching(Exchange[Published]):
+    """A published snapshot on its way here.
+
+    Args:
+        connect, key, timeout_s, tally: as of `Exchange`.
+        pool_for: the pool of this engine that is to take pages of a cache.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[float], Awaitable[Route]],
+        key: str,
+        *,
+        pool_for: Callable[[CacheSpec], PagePool],
+        timeout_s: float,
+        tally: Tally,
+    ) -> None:
+        super().__init__(connect, key, timeout_s=timeout_s, tally=tally, direction="fetch")
+        self._pool_for = pool_for
+        self._leases: list[Lease] = []
+        self._mover: Mover | None = None
+
+    async def run(self) -> FetchedSnapshot:
+        """All of it.
+
+        Raises:
+            HurrayError: as `Peer.fetch`; no page stays leased, those that may still be written are in quarantine.
+        """
+        try:
+            fetched = await self._begin(self._fetch)
+        except BaseException as error:
+            self._let_go(error)
+            self._tally.failed(self._direction, error)
+            raise
+        self._tally.fetched(fetched.stats)
+        return fetched
+
+    async def abort(self, reason: str) -> None:
+        """Ends it; `run` raises."""
+        self.fail(TransferAbortedError(f"the fetch of {self._key!r} was aborted here: {reason}"))
+        await self._give_up(reason)
+
+    async def _fetch(self) -> FetchedSnapshot:
+        session, remote = self._route.session, self._route.first_pool()
+        if remote.path == FRAMES_PATH:
+            raise TransportError(
+                "UCX reaches no lane to this peer, and only what is pushed can travel on the control channel",
+                field="path",
+                value=remote.path,
+                fix="Let the other side send, or compare UCX_TLS and UCX_NET_DEVICES on the two sides",
+            )
+        fetch = Fetch(key=self._key, deadline_s=self._timeout_s, lane=remote.lane, path=remote.path)
+        transfer_id = session.fetch(fetch, now=self._loop.time(), timeout_s=self._timeout_s)
+        try:
+            published = await self._asked(transfer_id, "an answer")
+            return await self._read(transfer_id, published)
+        except BaseException as error:
+            await self._give_up("the reader failed")
+            if isinstance(error, StaleGenerationError):
+                self._let_go(error)  # it is asked for again
+            raise
+
+    async def _read(self, transfer_id: int, published: Published) -> FetchedSnapshot:
+        remote = self._route.pool_by_id(published.pool_id)
+        if remote is None or remote.pool.generation != published.generation:
+            raise StaleGenerationError(f"pool {published.pool_id} of the peer was registered anew meanwhile")
+        pool = self._pool_for(remote.layout.spec)
+        check_pair(remote.layout.spec, pool.spec)
+        page_map = check_published(published, remote.layout, pool.spec, dialect=self._route.dialect())
+        page_keys, found, page_ids = self._find_here(pool, page_map, published)
+        written = await self._lease(pool, int((~found).sum()))
+        page_ids[~found] = written.page_ids
+        plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=found if found.any() else None)
+        mover = self._mover = Mover(pool, plan, remote.memories, reads=True, stop=self._stop, deadline=self._deadline)
+        await self._move(lambda: mover.move(pool.spec.layer_indices, lambda _: None))
+        session = self._route.session
+        session.read_end(transfer_id, now=self._loop.time())
+        self._route.notify()
+        await self._wait(self._acknowledged, "the acknowledgement")
+        self._forget()
+        if page_keys is not None:
+            pool.resident.insert(page_keys[~found], written)
+        stats = self._collect(page_map, pool.spec, remote, num_written=plan.num_pages)
+        leases, self._leases = self._leases, []
+        return FetchedSnapshot(pool, page_map, page_ids, leases, stats)
+
+    def _find_here(
+        self, pool: PagePool, page_map: PageMap, published: Published
+    ) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_], NDArray[np.uint32]]:
+        """Keys of the pages, which of them are here, and where."""
+        if not published.page_keys.shape[1]:
+            return None, np.zeros(page_map.num_pages, np.bool_), np.empty(page_map.num_pages, np.uint32)
+        page_keys, _ = map_keys(page_map, published.page_keys, published.seq_ptr)
+        here = pool.resident.acquire(page_keys)
+        self._leases.append(here.lease)
+        return page_keys, here.found, here.page_ids.copy()
+
+    async def _lease(self, pool: PagePool, count: int) -> Lease:
+        """Free pages, as soon as there are enough of them."""
+        allocator, freed = pool.allocator, asyncio.Event()
+
+        def tell() -> None:
+            self._loop.call_soon_threadsafe(freed.set)
+
+        allocator.watch(tell)
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                while True:
+                    if self._error is not None:
+                        raise self._error
+                    try:
+                        lease = allocator.lease(count)
+                    except PoolExhaustedError:
+                        if allocator.never_fits(count):
+                            raise
+                    else:
+                        self._leases.append(lease)
+                        return lease
+                    freed.clear()
+                    await self._either(freed)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"no {count} pages for {self._key!r} became free in time", field="timeout_s", value=self._timeout_s
+            ) from None
+        finally:
+            allocator.unwatch(tell)
+
+    async def _either(self, freed: asyncio.Event) -> None:
+        """Until pages are freed, or the fetch has failed."""
+        waiting = asyncio.create_task(freed.wait())
+        outcomes: set[asyncio.Future[Any]] = {waiting, self._acknowledged}
+        try:
+            await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+
+    def _let_go(self, error: BaseException) -> None:
+        """Pages go back, or into quarantine while UCX may still write them."""
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            if self._mover is not None and self._mover.in_doubt:
+                self._quarantine(lease, error)
+            else:
+                lease.release()
+        self._mover = None
+
+    def _quarantine(self, lease: Lease, error: BaseException) -> None:
+        allocator = lease.allocator
+        allocator.quarantine(lease, reason=str(error))
+        self._tally.quarantined(len(lease))
+
+        def settled() -> None:
+            allocator.recover(lease)
+            self._tally.recovered(len(lease))
+
+        self._route.when_settled(settled)
+
+    def _collect(self, page_map: PageMap, spec: CacheSpec, remote: RemotePool, *, num_written: int) -> TransferStats:
+        num_entries = len(page_map.entries)
+        return TransferStats(
+            key=self._key,
+            num_sequences=len(page_map.seq_lens),
+            num_tokens=int(page_map.seq_lens.sum(dtype=np.uint64)),
+            num_table_entries=num_entries,
+            num_pages=num_written,
+            num_resident=page_map.num_pages - num_written,
+            logical_nbytes=num_entries * pages_nbytes(spec),
+            sent_nbytes=self._moves.nbytes,
+            num_operations=self._moves.num_operations,
+            seconds=time.monotonic() - self._started,
+            write_seconds=self._moves.seconds,
+            lane=remote.lane,
+            path=remote.path,
+        )

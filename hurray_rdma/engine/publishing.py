@@ -1,0 +1,199 @@
+"""The source side of pulls: what is published, under which lease, and who is reading it.
+
+A reader that falls silent can only have read what is not there any more, and is told so: it needs no quarantine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.cache import Lease, PagePool, Snapshot
+from hurray_rdma.control import (
+    AbortRequested,
+    AllEnded,
+    ErrorCode,
+    Event,
+    Fetch,
+    Fetched,
+    NotPublishedError,
+    Published,
+    Quiesced,
+    SessionClosed,
+    TransferFailed,
+)
+from hurray_rdma.engine.compat import pages_nbytes
+from hurray_rdma.engine.exchange import retain
+from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.receiver import Receiver
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import ConfigError, HurrayError, LeaseExpiredError
+from hurray_rdma.format import Dialect
+
+__all__ = ["Publishing"]
+
+
+@dataclass(slots=True, eq=False)
+class _Publication:
+    """A snapshot that may be fetched."""
+
+    snapshot: Snapshot
+    page_keys: NDArray[np.uint8]
+    lease: Lease
+    timer: asyncio.TimerHandle
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """One fetch under way; it has a lease of its own, so that the end of the publication does not disturb it."""
+
+    pool: PagePool
+    key: str
+    nbytes: int
+    lease: Lease
+    timer: asyncio.TimerHandle
+
+
+class Publishing:
+    """Published snapshots of one engine. Runs on the event loop.
+
+    Args:
+        receiver_of: the announced pool that a peer may know of, by the pool itself; None where it may not.
+        tally: counts what happens.
+    """
+
+    def __init__(self, receiver_of: Callable[[PagePool, Link], Receiver | None], *, tally: Tally) -> None:
+        self._receiver_of = receiver_of
+        self._tally = tally
+        self._loop = asyncio.get_running_loop()
+        self._publications: dict[str, _Publication] = {}
+        self._readings: dict[tuple[Link, int], _Reading] = {}
+
+    @property
+    def num_published(self) -> int:
+        """Snapshots that can be fetched."""
+        return len(self._publications)
+
+    def publish(self, key: str, snapshot: Snapshot, *, lease_s: float, page_keys: NDArray[np.uint8] | None) -> None:
+        """Lets peers fetch a snapshot; see `Engine.publish`.
+
+        Raises:
+            ConfigError: the key is taken.
+        """
+        if key in self._publications:
+            raise ConfigError("is published already", field="key", value=key, fix="Take it back first: unpublish")
+        self._publications[key] = _Publication(
+            snapshot,
+            page_keys if page_keys is not None else np.empty((0, 0), np.uint8),
+            retain(snapshot),
+            self._loop.call_later(lease_s, self._expired, key),
+        )
+
+    def unpublish(self, key: str) -> bool:
+        """Takes a snapshot back; who is reading it goes on. False if it was not there (any more)."""
+        publication = self._publications.pop(key, None)
+        if publication is None:
+            return False
+        publication.timer.cancel()
+        publication.lease.release()
+        return True
+
+    def handle(self, link: Link, event: Event) -> None:
+        """Takes one event of a reader's session."""
+        match event:
+            case Fetched(transfer_id=transfer_id, fetch=fetch):
+                try:
+                    self._answer(link, transfer_id, fetch)
+                except HurrayError as error:
+                    self._tally.failed("serve", error)
+                    link.session.refuse(transfer_id, error, now=link.now)
+            case AllEnded(transfer_id=transfer_id):
+                reading = self._end((link, transfer_id))
+                if reading is not None:
+                    link.session.acknowledge(transfer_id, now=link.now)
+                    self._tally.served(nbytes=reading.nbytes)
+            case (
+                AbortRequested(transfer_id=transfer_id, error=error)
+                | TransferFailed(transfer_id=transfer_id, error=error)
+            ):
+                self._failed((link, transfer_id), error)
+            case Quiesced(transfer_id=transfer_id):
+                self._end((link, transfer_id))
+            case SessionClosed(error=error):
+                for key in [key for key in self._readings if key[0] is link]:
+                    self._failed(key, error or LeaseExpiredError("the reader has gone"))
+            case _:
+                pass
+
+    def revoke(self, pool: PagePool, error: HurrayError) -> None:
+        """Ends the reading of a pool: what readers know of its memory is void. They may ask again."""
+        for (link, transfer_id), reading in list(self._readings.items()):
+            if reading.pool is pool:
+                self._stop(link, transfer_id, ErrorCode.STALE_GENERATION, error)
+
+    def close(self) -> None:
+        """Takes everything back. The sessions must be closed before."""
+        for key in list(self._publications):
+            self.unpublish(key)
+
+    def _expired(self, key: str) -> None:
+        self._tally.lease_expired()
+        self.unpublish(key)
+
+    def _answer(self, link: Link, transfer_id: int, fetch: Fetch) -> None:
+        publication = self._publications.get(fetch.key)
+        snapshot = publication.snapshot if publication is not None else None
+        receiver = self._receiver_of(snapshot.pool, link) if snapshot is not None else None
+        if publication is None or snapshot is None or receiver is None:
+            raise NotPublishedError(f"nothing is published as {fetch.key!r} (any more)", field="key", value=fetch.key)
+        spec = snapshot.pool.spec
+        published = Published(
+            pool_id=receiver.pool_id,
+            generation=receiver.generation,
+            descriptors=snapshot.encode_descriptors(dialect=Dialect(link.peer.dialect)),
+            block_table=snapshot.block_table,
+            seq_ptr=snapshot.seq_ptr,
+            seq_lens=snapshot.seq_lens,
+            order=str(spec.order),
+            head_offset=spec.head_offset,
+            total_heads=spec.heads_of_model,
+            page_keys=publication.page_keys,
+            lease_s=fetch.deadline_s,
+        )
+        lease = retain(snapshot)
+        if not link.session.publish(transfer_id, published, now=link.now):
+            lease.release()
+            return
+        self._readings[link, transfer_id] = _Reading(
+            snapshot.pool,
+            fetch.key,
+            len(lease) * pages_nbytes(spec),
+            lease,
+            self._loop.call_later(fetch.deadline_s, self._too_late, link, transfer_id),
+        )
+
+    def _too_late(self, link: Link, transfer_id: int) -> None:
+        """The reader has had all the time that it asked for."""
+        self._tally.lease_expired()
+        error = LeaseExpiredError("the reader took longer than it had asked for; what it has read may be gone")
+        self._stop(link, transfer_id, ErrorCode.LEASE_EXPIRED, error)
+
+    def _stop(self, link: Link, transfer_id: int, code: ErrorCode, error: HurrayError) -> None:
+        self._failed((link, transfer_id), error)
+        link.session.abort(transfer_id, code, str(error), now=link.now)
+        link.notify()
+
+    def _failed(self, key: tuple[Link, int], error: HurrayError) -> None:
+        if self._end(key) is not None:
+            self._tally.failed("serve", error)
+
+    def _end(self, key: tuple[Link, int]) -> _Reading | None:
+        reading = self._readings.pop(key, None)
+        if reading is not None:
+            reading.timer.cancel()
+            reading.lease.release()
+        return reading
