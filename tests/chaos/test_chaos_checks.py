@@ -188,8 +188,8 @@ def test_a_seed_draws_the_same_scenes_and_another_draws_others() -> None:
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
-    drawn = {episode.kind for index in range(40) for episode in draw_scene(1, index, num_episodes=80).episodes}
+    drawn = {episode.kind for index in range(150) for episode in draw_scene(1, index, num_episodes=80).episodes}
     assert drawn == set(KINDS)
     casts = [draw_scene(1, index, num_episodes=0).cast for index in range(60)]
     assert {cast.num_receivers + cast.num_senders for cast in casts} == {2, 3, 4}
-    assert {cast.lane for cast in casts} == {"mapped", "cma", "tcp"}
+    assert {cast.lane for cast in casts} == {"mapped", "cma", "tcp", "frames"}

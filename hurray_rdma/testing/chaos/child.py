@@ -116,7 +116,8 @@ class ChaosChild(ABC):
 def make_pool(lane: Lane, size: Size, num_pages: int) -> PagePool:
     """A pool whose pages can be reached by the lane; the process's UCX context is made for it."""
     spec = SIZES[size]
-    context = default_context({"TLS": "tcp"} if lane == "tcp" else {})
+    options = {"tcp": {"TLS": "tcp"}, "frames": {"TLS": "self"}}  # by itself no process reaches another
+    context = default_context(options.get(lane, {}))
     if lane != "cma":
         return PagePool.allocate(spec, num_pages, context=context)
     arrays = {

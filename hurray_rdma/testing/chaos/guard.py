@@ -23,11 +23,13 @@ _PATTERN = 0xA5
 class Guard:
     """Guards one pool, all of whose pages are free; everything on the engine's event loop.
 
-    `violations` grows by what is found, one line each.
+    `violations` grows by what is found, one line each. While `writing` is false the pool is left as it is, as it must be
+    while it is registered anew: pages that go back meanwhile are not watched.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self.violations: list[str] = []
+        self.writing = True
         self._pool = pool
         self._guarded = np.zeros(pool.num_pages, np.bool_)
         self._arrivals: list[Arrival] = []
@@ -61,7 +63,8 @@ class Guard:
         """Under the allocator's lock: some pages were given back."""
         for arrival in [each for each in self._arrivals if each.state is ArrivalState.RELEASED]:
             self._arrivals.remove(arrival)
-            self._fill(np.unique(arrival.block_table))
+            if self.writing:
+                self._fill(np.unique(arrival.block_table))
 
     def _fill(self, page_ids: NDArray[np.uint32]) -> None:
         for role, layer in self._pool.spec.tensors:

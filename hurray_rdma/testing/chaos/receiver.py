@@ -93,12 +93,13 @@ class ReceiverChild(ChaosChild):
                 raise ValueError(f"no word for a receiver: {command!r}")
 
     async def _reregister(self) -> None:
-        detail = ""
+        detail, self._guard.writing = "", False
         try:
             if self._engine is not None:
                 await self._engine.reregister()
         except HurrayError as error:  # it may: then the pool is as it was
             detail = f"{type(error).__name__}: {error}"
+        self._guard.writing = True
         self.say(Reregistered(detail))
 
     async def _take_all(self, engine: Engine) -> None:

@@ -38,6 +38,7 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_C, MessageType.POOL): "connect",
     (_S, MessageType.OFFER): "send",
     (_C, MessageType.GRANT): "send",
+    (_S, MessageType.TENSOR_DATA): "send",
     (_S, MessageType.TENSOR_DATA_END): "send",
     (_C, MessageType.TENSOR_PUT_ACK): "send",
     (_S, MessageType.ABORT): "sender aborts",
@@ -49,7 +50,7 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_S, MessageType.PONG): "slow",
     (_C, MessageType.PONG): "slow",
 }
-"""Every message that passes in a session, and what brings it about."""
+"""Every message that passes in a session, and what brings it about; TENSOR_DATA in scenes of the lane "frames" only."""
 
 BLOWS: dict[str, float] = {
     "SIGKILL of a sender": 0.5,
@@ -160,7 +161,7 @@ def draw_scene(seed: int, index: int, *, num_episodes: int) -> ScenePlan:
     num_receivers = dice.choice((1, 1, 2))
     receiver_pages = dice.randint(8, 20)
     cast = Cast(
-        lane=dice.choices(("mapped", "cma", "tcp"), (5, 3, 2))[0],
+        lane=dice.choices(("mapped", "cma", "tcp", "frames"), (4, 3, 2, 1))[0],
         size=dice.choices(tuple(SIZES), (1, 1))[0],
         num_receivers=num_receivers,
         num_senders=dice.randint(num_receivers, 4 - num_receivers),
@@ -204,9 +205,11 @@ class _Drawer:
 
     def _spoiled(self, struck: int) -> Episode:
         dice = self._dice
-        (direction, kind), carrier = dice.choice(tuple(MESSAGES.items()))
+        passing = [each for each in MESSAGES if each[1] is not MessageType.TENSOR_DATA or self._cast.lane == "frames"]
+        direction, kind = dice.choice(passing)
+        carrier = MESSAGES[direction, kind]
         action = dice.choice(tuple(Action))
-        many = kind is MessageType.TENSOR_DATA_END
+        many = kind in (MessageType.TENSOR_DATA, MessageType.TENSOR_DATA_END)
         spoil = Spoil(
             action=action,
             kind=kind,

@@ -45,8 +45,8 @@ __all__ = [
     "Violation",
 ]
 
-Lane = Literal["mapped", "cma", "tcp"]
-"""How pages go: into UCX's shared memory, into the caller's arrays, or through TCP."""
+Lane = Literal["mapped", "cma", "tcp", "frames"]
+"""How pages go: into UCX's shared memory, into the caller's arrays, through UCX's TCP, or on the control channel."""
 
 Size = Literal["small", "large"]
 
