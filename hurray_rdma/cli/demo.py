@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hurray_rdma.cli.progress import Bar
 from hurray_rdma.errors import ConfigError
 
 __all__ = ["demo"]
@@ -80,7 +80,7 @@ def demo(
     report.check_json_path(json)
     told: room.DemoReport | room.LlmReport
     try:
-        with _Bar(room.LLM_STEPS if llm else room.num_steps(settings)) as bar:
+        with Bar(room.LLM_STEPS if llm else room.num_steps(settings)) as bar:
             if llm:
                 told = room.run_llm(settings, model=model, on_step=bar.step)
             else:
@@ -90,33 +90,3 @@ def demo(
     report.print_report(told, console=Console())
     if json is not None:
         report.write_json(told, json)
-
-
-class _Bar:
-    """A progress bar on standard error, so that standard output is the report alone."""
-
-    def __init__(self, num_steps: int) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("starting two processes", total=num_steps)
-        self._begun = False
-
-    def step(self, what: str) -> None:
-        """The step before is done; now comes ``what``."""
-        self._progress.update(self._task, description=what, advance=int(self._begun))
-        self._begun = True
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

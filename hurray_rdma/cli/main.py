@@ -18,8 +18,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hurray_rdma.cli.bench import bench
 from hurray_rdma.cli.demo import demo
+from hurray_rdma.cli.doctor import doctor
 from hurray_rdma.cli.inspect import inspect
+from hurray_rdma.cli.serve import serve
 from hurray_rdma.errors import ConfigError, GeometryError, HurrayError
 
 __all__ = ["app", "main"]
@@ -33,7 +36,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(demo)
+app.command()(bench)
 app.command()(inspect)
+app.command()(doctor)
+app.command()(serve)
 
 
 def _print_version(wanted: bool) -> None:

@@ -174,7 +174,7 @@ class Supervisor:
 
     def _too_late(self, process: Process) -> DeadlineExceededError:
         return DeadlineExceededError(
-            f"waiting for the {process.name} process: the demo's time budget is spent",
+            f"waiting for the {process.name} process: the time budget is spent",
             field="deadline_s",
             value=self._deadline_s,
             fix="Give it more time (--deadline), or send less",

@@ -1,0 +1,64 @@
+"""What the doctor may say: verdicts on one thing each, with the reason and the line that mends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from hurray_rdma.bench.machine import MachineFacts
+from hurray_rdma.errors import ConfigError
+
+__all__ = ["Diagnosis", "Finding", "Verdict", "write_diagnosis"]
+
+
+class Verdict(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Nothing that costs speed now; it may surprise, or cost some in other set-ups."""
+    SLOW = "slow"
+    """The engine would be on a slow path."""
+    BROKEN = "broken"
+    """The engine would not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    """The facts."""
+    fix: str = ""
+    """The line that mends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that was looked at."""
+
+    facts: MachineFacts
+    findings: tuple[Finding, ...]
+
+    @property
+    def well(self) -> bool:
+        """True if nothing is slow or broken."""
+        return all(each.verdict in (Verdict.OK, Verdict.NOTE) for each in self.findings)
+
+
+def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
+    """Writes the same as JSON.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    told = {"well": diagnosis.well, **msgspec.to_builtins(diagnosis)}
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", field="--json", value=str(path)) from error

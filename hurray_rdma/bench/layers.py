@@ -1,0 +1,95 @@
+"""A transfer that leaves layer by layer while the next layer is being computed, as a prefill worker does it.
+
+The computing is real: a thread of the sending process, on another core, hashes memory for each layer, so many times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import threading
+import time
+
+import numpy as np
+
+from hurray_rdma.bench.messages import RanLayers, RunLayers
+from hurray_rdma.cache import Snapshot
+from hurray_rdma.engine import Peer
+
+__all__ = ["UNIT_NBYTES", "run_layers", "unit_seconds"]
+
+UNIT_NBYTES = 1 << 16
+"""What one unit of computing hashes; it stays in the cache, and the GIL is released meanwhile."""
+
+
+def unit_seconds(core: int | None) -> float:
+    """What one unit of computing takes, the best of many: run it where the thread will run."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    data = bytes(UNIT_NBYTES)
+    best = 1.0
+    for _ in range(200):
+        started = time.perf_counter()
+        hashlib.blake2b(data)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+class _Computing:
+    """The thread: computes layer after layer and tells the event loop of each."""
+
+    def __init__(self, num_layers: int, request: RunLayers) -> None:
+        self.times_ns = np.zeros((num_layers, 2), np.int64)
+        self._work, self._core = request.work, request.core
+        self._loop = asyncio.get_running_loop()
+        self._done = [asyncio.Event() for _ in range(num_layers)]
+        self._thread = threading.Thread(target=self._run)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._core is not None:
+            os.sched_setaffinity(threading.get_native_id(), {self._core})
+        data = bytes(UNIT_NBYTES)
+        for layer, done in enumerate(self._done):
+            self.times_ns[layer, 0] = time.monotonic_ns()
+            for _ in range(self._work):
+                hashlib.blake2b(data)
+            self.times_ns[layer, 1] = time.monotonic_ns()
+            self._loop.call_soon_threadsafe(done.set)
+
+    async def wait(self, layer: int) -> None:
+        """Until the layer is computed."""
+        await self._done[layer].wait()
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanLayers:
+    """One round: computing, sending, or both together.
+
+    Args:
+        peer: to send to.
+        snapshot: all its layers are sent.
+        request: what to do.
+    """
+    num_layers = snapshot.pool.spec.num_layers
+    computing = _Computing(num_layers, request)
+    sent_ns = np.zeros((num_layers, 2), np.int64)
+    async with contextlib.AsyncExitStack() as ending:
+        started_ns = time.monotonic_ns()
+        transfer = await ending.enter_async_context(peer.begin(snapshot, key="layers")) if request.transfer else None
+        computing.start()
+        for layer in range(num_layers):
+            await computing.wait(layer)
+            if transfer is not None:
+                sent_ns[layer, 0] = time.monotonic_ns()
+                await transfer.send_layer(layer)
+                sent_ns[layer, 1] = time.monotonic_ns()
+    ended_ns = time.monotonic_ns()
+    await asyncio.to_thread(computing.join)
+    return RanLayers(started_ns, ended_ns, computing.times_ns, sent_ns)

@@ -1,0 +1,265 @@
+"""The sections of a benchmark, each a function from settings and a rig to rows. All take turns, round by round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import numpy as np
+
+from hurray_rdma.bench.case import Case, Pattern
+from hurray_rdma.bench.config import (
+    ContactConfig,
+    FreshConfig,
+    IdleConfig,
+    LatencyConfig,
+    OverheadConfig,
+    OverlapConfig,
+    RunConfig,
+    SweepConfig,
+)
+from hurray_rdma.bench.layers import unit_seconds
+from hurray_rdma.bench.measured import Measured, Stat, cpu_seconds
+from hurray_rdma.bench.messages import Arrived, Party, RanLayers, RunLayers
+from hurray_rdma.bench.results import (
+    ContactRow,
+    FreshRow,
+    IdleRow,
+    LatencyRow,
+    LayerTimes,
+    OverheadRow,
+    OverlapRow,
+    SweepRow,
+    latency_row,
+    sweep_rows,
+)
+from hurray_rdma.bench.rig import Rig
+
+__all__ = ["Mover", "Step", "cases_of", "contact", "fresh", "idle", "latency", "overhead", "overlap", "sweep"]
+
+Step = Callable[[str], None]
+"""Called with what happens next."""
+
+
+class Mover(Protocol):
+    """Who opens cases and moves their pages: a `Rig`, or the sender to another machine."""
+
+    lane: str
+
+    def open(self, case: Case, *, only: frozenset[Party] | None = None) -> tuple[Party, ...]: ...
+
+    def measure(self, party: Party, count: int) -> Measured: ...
+
+    @property
+    def carried_by(self) -> dict[Party, str]: ...
+
+    def close_case(self) -> None: ...
+
+
+_MIB: Final = 2**20
+_WARM_UP = 20
+_ENGINE = frozenset({Party.HURRAY})
+_LATENCY_POOL_PAGES = 1024
+_SMALL_PARTIES = frozenset(Party) - {Party.MEMCPY, Party.STREAM, Party.CMA, Party.UCX_PERFTEST}
+"""Those whose receiver is told, or whose sender is when it has it: the others are no transfers."""
+
+
+def cases_of(config: SweepConfig, run: RunConfig) -> tuple[Case, ...]:
+    """The cases of one sweep."""
+    return tuple(
+        Case(
+            page_nbytes=page_nbytes,
+            num_pages=max(1, mib * _MIB // page_nbytes),
+            pattern=pattern,
+            seed=run.seed,
+            huge_pages=run.huge_pages,
+        )
+        for pattern in config.patterns
+        for mib in config.transfer_mib
+        for page_nbytes in config.page_nbytes
+    )
+
+
+def sweep(rig: Mover, case: Case, run: RunConfig, step: Step) -> tuple[SweepRow, ...]:
+    """One case, everyone in turn, ``rounds`` times."""
+    name = f"{case.num_pages:,} pages of {case.page_nbytes:,} bytes, {case.pattern}" + f" over {rig.lane}" * bool(
+        rig.lane
+    )
+    step(f"{name}: set up, first transfers, compare")
+    parties = rig.open(case)
+    measured: dict[Party, list[Measured]] = {party: [] for party in parties}
+    for number in range(run.rounds):
+        step(f"{name}: round {number + 1} of {run.rounds}")
+        for party in parties:
+            measured[party].append(rig.measure(party, 1))
+    carried_by = rig.carried_by
+    rig.close_case()
+    return sweep_rows(case, lane=rig.lane, carried_by=carried_by, measured=measured)
+
+
+def latency(rig: Mover, config: LatencyConfig, run: RunConfig, step: Step) -> tuple[LatencyRow, ...]:
+    """Small transfers of the same pages again and again."""
+    rows: list[LatencyRow] = []
+    for num_pages in config.num_pages:
+        name = f"latency of {num_pages} pages"
+        step(f"{name}: set up")
+        case = Case(
+            page_nbytes=config.page_nbytes,
+            num_pages=num_pages,
+            pattern=Pattern.RANDOM,
+            seed=run.seed,
+            pool_pages=max(_LATENCY_POOL_PAGES, 2 * num_pages),
+            huge_pages=run.huge_pages,
+        )
+        parties = rig.open(case, only=_SMALL_PARTIES)
+        for party in parties:
+            rig.measure(party, _WARM_UP)
+        measured: dict[Party, list[Measured]] = {party: [] for party in parties}
+        for number in range(run.rounds):
+            step(f"{name}: round {number + 1} of {run.rounds}")
+            for party in parties:
+                measured[party].append(rig.measure(party, config.repeats))
+        rig.close_case()
+        rows += [latency_row(case, party, each) for party, each in measured.items()]
+    return tuple(rows)
+
+
+def overhead(rig: Rig, config: OverheadConfig, run: RunConfig, step: Step) -> OverheadRow:
+    """Tiny pages: a whole send less a memcpy of the same."""
+    step(f"overhead of a page: {config.num_pages:,} of {config.page_nbytes} bytes")
+    case = Case(
+        page_nbytes=config.page_nbytes,
+        num_pages=config.num_pages,
+        pattern=Pattern.GATHER,
+        seed=run.seed,
+        huge_pages=run.huge_pages,
+    )
+    send, memcpy = _in_turns(rig, case, (Party.HURRAY, Party.MEMCPY), run.rounds)
+    return OverheadRow(
+        page_nbytes=config.page_nbytes,
+        num_pages=config.num_pages,
+        send_s=send,
+        memcpy_s=memcpy,
+        us_per_page=(send.median - memcpy.median) / config.num_pages * 1e6,
+    )
+
+
+def fresh(rig: Rig, config: FreshConfig, run: RunConfig, step: Step) -> FreshRow:
+    """One contiguous snapshot, beside one contiguous copy."""
+    step(f"fresh snapshot of {config.mib:,} MiB")
+    num_pages = config.mib * _MIB // config.page_nbytes
+    case = Case(
+        page_nbytes=config.page_nbytes,
+        num_pages=num_pages,
+        pattern=Pattern.CONTIGUOUS,
+        seed=run.seed,
+        pool_pages=num_pages,
+        huge_pages=run.huge_pages,
+    )
+    send, copy = _in_turns(rig, case, (Party.HURRAY, Party.STREAM), run.rounds)
+    return FreshRow(nbytes=case.nbytes, send_s=send, copy_s=copy, ratio=copy.median / send.median)
+
+
+def _in_turns(rig: Rig, case: Case, parties: tuple[Party, Party], rounds: int) -> tuple[Stat, Stat]:
+    """Seconds of two parties of one case."""
+    rig.open(case, only=frozenset(parties))
+    measured = [[rig.measure(party, 1).seconds[0] for party in parties] for _ in range(rounds)]
+    rig.close_case()
+    first, second = zip(*measured, strict=True)
+    return Stat.of(first), Stat.of(second)
+
+
+def contact(rig: Rig, config: ContactConfig, run: RunConfig, step: Step) -> tuple[ContactRow, ...]:
+    """A page to a peer that is met for the first time, by the size of its pool."""
+    rows = []
+    for pool_pages in config.pool_pages:
+        step(f"first contact with a pool of {pool_pages:,} pages")
+        case = Case(
+            page_nbytes=config.page_nbytes,
+            num_pages=1,
+            pattern=Pattern.GATHER,
+            seed=run.seed,
+            pool_pages=pool_pages,
+            huge_pages=run.huge_pages,
+        )
+        rig.open(case, only=_ENGINE)
+        rows.append(ContactRow(Party.HURRAY, pool_pages, Stat.of(rig.pair.contact(run.rounds).usable_s)))
+        rig.close_case()
+        for party in (party for party in rig.externals if party is not Party.MOONCAKE):
+            seconds = [
+                rig.externals[party].contact(num_pages=pool_pages, page_nbytes=config.page_nbytes)
+                for _ in range(run.rounds)
+            ]
+            rows.append(ContactRow(party, pool_pages, Stat.of(seconds)))
+    return tuple(rows)
+
+
+def idle(rig: Rig, config: IdleConfig, run: RunConfig, step: Step) -> IdleRow:
+    """Two connected engines that have nothing to do."""
+    step(f"two idle engines for {config.seconds:.0f} s")
+    rig.open(Case(page_nbytes=32768, num_pages=8, pattern=Pattern.GATHER, seed=run.seed), only=_ENGINE)
+    started, before = time.monotonic(), cpu_seconds(rig.pair.pids)
+    time.sleep(config.seconds)
+    seconds, cpu_s = time.monotonic() - started, cpu_seconds(rig.pair.pids) - before
+    rig.close_case()
+    return IdleRow(seconds=seconds, cpu_share=cpu_s / seconds)
+
+
+def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> OverlapRow:
+    """Computing alone, sending alone, and both together, in turns."""
+    step(f"{config.num_layers} layers of {config.layer_mib} MiB beside computing")
+    core = rig.cores[1] if rig.cores is not None else None
+    case = Case(
+        page_nbytes=config.page_nbytes,
+        num_pages=config.layer_mib * _MIB // config.page_nbytes,
+        num_layers=config.num_layers,
+        pattern=Pattern.GATHER,
+        seed=run.seed,
+        huge_pages=run.huge_pages,
+    )
+    rig.open(case, only=_ENGINE)
+    send = RunLayers(work=0, transfer=True, core=core)
+    layer_s = min(_seconds(rig.pair.measure_layers(send)[0]) for _ in range(3)) / config.num_layers
+    work = max(1, round(config.compute_ratio * layer_s / unit_seconds(None)))
+    compute = RunLayers(work=work, transfer=False, core=core)
+    both = RunLayers(work=work, transfer=True, core=core)
+    compute_s, transfer_s = [], []
+    together: list[tuple[RanLayers, Arrived]] = []
+    for _ in range(run.rounds):
+        compute_s.append(_seconds(rig.pair.measure_layers(compute)[0]))
+        transfer_s.append(_seconds(rig.pair.measure_layers(send)[0]))
+        ran, arrived = rig.pair.measure_layers(both)
+        assert arrived is not None, "it was sent"
+        together.append((ran, arrived))
+    rig.close_case()
+    together.sort(key=lambda each: _seconds(each[0]))
+    together_s = [_seconds(ran) for ran, _ in together]
+    lost = statistics.median(together_s) - statistics.median(compute_s)
+    return OverlapRow(
+        num_layers=config.num_layers,
+        layer_nbytes=case.nbytes // config.num_layers,
+        compute_s=Stat.of(compute_s),
+        transfer_s=Stat.of(transfer_s),
+        together_s=Stat.of(together_s),
+        hidden=1 - lost / statistics.median(transfer_s),
+        possible=1 - 1 / config.num_layers,
+        timeline=_timeline(*together[len(together) // 2]),
+    )
+
+
+def _seconds(ran: RanLayers) -> float:
+    return (ran.ended_ns - ran.started_ns) / 1e9
+
+
+def _timeline(ran: RanLayers, arrived: Arrived) -> tuple[LayerTimes, ...]:
+    def since(times_ns: np.ndarray) -> list[float]:
+        return ((times_ns - ran.started_ns) / 1e9).tolist()  # type: ignore[no-any-return]
+
+    return tuple(
+        LayerTimes(computed=(computed[0], computed[1]), sent=(sent[0], sent[1]), usable=usable)
+        for computed, sent, usable in zip(
+            map(since, ran.computed_ns), map(since, ran.sent_ns), since(arrived.layers_ns[0]), strict=True
+        )
+    )

@@ -1,0 +1,132 @@
+"""Other ways to move a case's pages out of the sending process: each a call that returns when the bytes are there.
+
+Knows addresses, offsets and the transport room; nothing of engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.bench.memory import private_memory, write_into
+from hurray_rdma.bench.messages import Opened, Party
+from hurray_rdma.bench.sockets import SocketSender
+from hurray_rdma.errors import HurrayError
+from hurray_rdma.transport import Context, Region, StopFlag
+from hurray_rdma.transport.binding import native
+
+__all__ = ["PageLists", "open_yardstick"]
+
+_TIMEOUT_S = 60.0
+_FAR_FUTURE_NS = 2**63 - 1
+
+Offsets = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """One transfer as offsets, uint64 ``[num_pages]`` each."""
+
+    src_offsets: Offsets
+    """In the source region, bytes."""
+    dst_offsets: Offsets
+    lengths: Offsets
+
+    @classmethod
+    def of(cls, src: NDArray[np.uint32], dst: NDArray[np.uint32], *, page_nbytes: int) -> PageLists:
+        """From page IDs on both sides."""
+        size = np.uint64(page_nbytes)
+        return cls(src.astype(np.uint64) * size, dst.astype(np.uint64) * size, np.full(len(src), size))
+
+
+def open_yardstick(
+    party: Party,
+    *,
+    source: Region,
+    lists: PageLists,
+    src_pages: NDArray[np.uint32],
+    page_nbytes: int,
+    opened: Opened,
+    context: Context,
+    pool_nbytes: int,
+    huge_pages: bool,
+    closing: contextlib.ExitStack,
+) -> Callable[[], None]:
+    """Makes all that a yardstick needs and tries it once; what it returns moves every page once.
+
+    Args:
+        party: which.
+        source: memory of the source pages.
+        lists, src_pages, page_nbytes: what to move.
+        opened: where the receiving process is.
+        context: of this process.
+        pool_nbytes: size of a destination within this process.
+        huge_pages: as of the case.
+        closing: gets what must be closed.
+
+    Raises:
+        OSError, HurrayError: it cannot run here.
+    """
+    if party in (Party.MEMCPY, Party.STREAM):
+        memory = private_memory(pool_nbytes, huge_pages=huge_pages)
+        move = _within(party, source, memory, lists)
+    elif party is Party.CMA:
+        move = _cma(source, lists, opened)
+    elif party is Party.UCX_PUT:
+        move = _puts(source, lists, opened, context, closing)
+    else:
+        sender = SocketSender(opened.socket_port, source.array(), src_pages, page_nbytes)
+        closing.callback(sender.close)
+        return sender.run
+    move()
+    return move
+
+
+def _within(party: Party, source: Region, memory: NDArray[np.uint8], lists: PageLists) -> Callable[[], None]:
+    stop = StopFlag()
+
+    def copy() -> None:
+        places = (source.address, memory.ctypes.data, lists.src_offsets, lists.dst_offsets, lists.lengths)
+        if party is Party.MEMCPY:
+            native.memcpy(*places)
+        else:
+            native.copy(*places, stop, _FAR_FUTURE_NS)
+
+    return copy
+
+
+def _cma(source: Region, lists: PageLists, opened: Opened) -> Callable[[], None]:
+    assert opened.caller_region is not None, "the receiving process was told of this party"
+    src = lists.src_offsets + np.uint64(source.address)
+    dst = lists.dst_offsets + np.uint64(opened.caller_region.remote_addr)
+    return lambda: write_into(opened.pid, src=src, dst=dst, lengths=lists.lengths)
+
+
+def _puts(
+    source: Region, lists: PageLists, opened: Opened, context: Context, closing: contextlib.ExitStack
+) -> Callable[[], None]:
+    assert opened.caller_region is not None, "the receiving process was told of this party"
+    worker = context.open_worker()
+    closing.callback(worker.close)
+    endpoint = worker.connect(opened.worker_address, timeout_s=_TIMEOUT_S)
+    closing.callback(endpoint.close)
+    remote = endpoint.open_region(opened.caller_region)
+    stop = StopFlag()
+    if remote.path.value != "put":
+        raise HurrayError("memory that UCX did not allocate is mapped", field="path", value=remote.path.value)
+
+    def put() -> None:
+        remote.write(
+            source,
+            src_offsets=lists.src_offsets,
+            dst_offsets=lists.dst_offsets,
+            lengths=lists.lengths,
+            stop=stop,
+            timeout_s=_TIMEOUT_S,
+        )
+
+    return put
