@@ -23,7 +23,7 @@ _PATTERN = 0xA5
 class Guard:
     """Guards one pool, all of whose pages are free; everything on the engine's event loop.
 
-    `violations` grows by what is found, one line each. While `writing` is false the pool is left as it is, as it must be
+    `violations` grows by what is found, one line each. While `writing` is false the pool is left as it is, as must be
     while it is registered anew: pages that go back meanwhile are not watched.
     """
 
