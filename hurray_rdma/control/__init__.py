@@ -39,6 +39,7 @@ from hurray_rdma.control.events import (
     TensorData,
     TransferFailed,
 )
+from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import Listener, serve
 from hurray_rdma.control.messages import Message
@@ -52,6 +53,7 @@ __all__ = [
     "DEFAULT_PORT",
     "DIALECT_TAGS",
     "HEADER_NBYTES",
+    "MAX_QUIET_SESSIONS",
     "MIN_MESSAGE_NBYTES",
     "AbortRequested",
     "Acknowledged",

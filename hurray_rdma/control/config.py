@@ -48,6 +48,10 @@ class SessionConfig:
     """Same on both sides if they run on the same host."""
     process_id: bytes = b""
     """Tells processes of one host apart; opaque, at most 128 bytes."""
+    session_id: bytes = field(default=b"", repr=False)
+    """Client: as of SESSION."""
+    quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
+    """Client: as of SESSION."""
     worker_address: bytes | Callable[[bytes], bytes] = field(repr=False)
     """UCX worker address. Server: or a function from a client's host_id to it, asked once it is authenticated."""
     dialects: tuple[str, ...] = ("adr-024", "hurray-0.2")
@@ -118,6 +122,10 @@ class PeerInfo:
     host_id: bytes
     process_id: bytes
     worker_address: bytes = field(repr=False)
+    session_id: bytes = field(default=b"", repr=False)
+    """Server: what the client calls this session."""
+    quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
+    """Server: earlier ones of which nothing is in flight any more."""
     tenant: str = ""
     """Server: whose token the peer sent; "" is the engine's own, or none where none is asked for."""
     dialect: str

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 from hurray_rdma.control.checks import MAX_NAME_CHARS, U32_MAX, at_most, between, seconds
 
-__all__ = ["Abort", "Quiet", "SessionMessage"]
+__all__ = ["MAX_QUIET_SESSIONS", "Abort", "Quiet", "SessionMessage"]
 
 _MAX_TOKEN_CHARS = 4096
 _MAX_HOST_ID_NBYTES = 256
 _MAX_PROCESS_ID_NBYTES = 128
 _MAX_ADDRESS_NBYTES = 32 * 1024
 _MAX_REASON_CHARS = 4096
+_MAX_SESSION_ID_NBYTES = 64
+MAX_QUIET_SESSIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,10 @@ class SessionMessage:
     worker_address: bytes
     """UCX worker address; opaque here."""
     heartbeat_s: float
+    session_id: bytes = field(default=b"", repr=False)
+    """Client: a name for this session that nobody can guess; at most 64 bytes."""
+    quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
+    """Client: earlier sessions that broke, and of which nothing is in flight any more; at most 64."""
 
     def __post_init__(self) -> None:
         at_most("engine_name", self.engine_name, MAX_NAME_CHARS)
@@ -38,6 +44,9 @@ class SessionMessage:
         at_most("process_id", self.process_id, _MAX_PROCESS_ID_NBYTES)
         at_most("worker_address", self.worker_address, _MAX_ADDRESS_NBYTES)
         seconds("heartbeat_s", self.heartbeat_s)
+        between("len(quiet_sessions)", len(self.quiet_sessions), 0, MAX_QUIET_SESSIONS)
+        for session_id in (self.session_id, *self.quiet_sessions):
+            at_most("session_id", session_id, _MAX_SESSION_ID_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class _Session(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     process_id: bytes
     worker_address: bytes
     heartbeat_s: float
+    session_id: bytes
+    quiet_sessions: tuple[bytes, ...]
 
 
 class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -132,6 +134,8 @@ def _decode_session(payload: memoryview) -> Message:
         process_id=raw.process_id,
         worker_address=raw.worker_address,
         heartbeat_s=raw.heartbeat_s,
+        session_id=raw.session_id,
+        quiet_sessions=raw.quiet_sessions,
     )
 
 
@@ -256,7 +260,7 @@ def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryvi
     match message:
         case SessionMessage() as session:
             fields: tuple[object, ...] = (session.engine_name, session.token, session.host_id, session.process_id)
-            fields += (session.worker_address, float(session.heartbeat_s))
+            fields += (session.worker_address, float(session.heartbeat_s), session.session_id, session.quiet_sessions)
             return MessageType.SESSION, [_ENCODER.encode(fields)]
         case Pool() as pool:
             fields = (pool.pool_id, pool.generation, pool.name, pool.removed, pool.num_pages)

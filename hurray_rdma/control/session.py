@@ -35,6 +35,8 @@ PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/2")
 MAX_ERROR_TEXT_CHARS = 1000
 _MAX_UNSENT_REPLIES_NBYTES = 1024 * 1024
 _RETRY_HEARTBEATS = 2
+_MIN_NBYTES_PER_S = 64 * 1024
+"""The slowest that a long message may come in."""
 _SAME_RELEASE_FIX = "Install the same release of hurray_rdma on both sides"
 
 
@@ -120,9 +122,12 @@ class Session(ABC):
         events: list[Event] = []
         if self.is_closed or not data:
             return events
-        self._last_heard = now
+        # Whole messages are signs of life; part of one is as much as its bytes: else a peer that has lost its place in
+        # the stream would seem to be in the midst of a long message for ever.
+        self._last_heard = min(now, self._last_heard + len(data) / _MIN_NBYTES_PER_S)
         try:
             for stream_id, message in self._decoder.feed(data):
+                self._last_heard = now
                 self._hear(stream_id, message, now, events)
                 if self._state is SessionState.CLOSED:
                     break
@@ -222,6 +227,8 @@ class Session(ABC):
             process_id=self.config.process_id,
             worker_address=worker_address,
             heartbeat_s=self.config.heartbeat_s,
+            session_id=self.config.session_id,
+            quiet_sessions=self.config.quiet_sessions,
         )
 
     def _accept_hello(self, hello: Hello) -> None:
@@ -262,6 +269,8 @@ class Session(ABC):
             host_id=session.host_id,
             process_id=session.process_id,
             worker_address=session.worker_address,
+            session_id=session.session_id,
+            quiet_sessions=session.quiet_sessions,
             tenant=tenant,
             dialect=self._dialect,
             devices=tuple(tag for tag in self.config.devices if tag in hello.devices),

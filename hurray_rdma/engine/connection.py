@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hurray_rdma.cache import CacheSpec, PoolLayout
@@ -70,14 +71,27 @@ class Connection:
     Args:
         address: ``host:port``.
         surroundings: of the engine.
+        quiet_sessions: earlier ones of this peer that broke, and of which nothing is in flight any more.
         on_lost: told when the session that was open has ended; `close` is owed then.
     """
 
-    def __init__(self, address: str, surroundings: Surroundings, *, on_lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        surroundings: Surroundings,
+        *,
+        quiet_sessions: tuple[bytes, ...],
+        on_lost: Callable[[Connection], None],
+    ) -> None:
         self.address = address
         self._host, self._port = parse_address(address)
         self._surroundings = surroundings
         self._on_lost = on_lost
+        self.session_id = os.urandom(16)
+        self._config = replace(surroundings.config, session_id=self.session_id, quiet_sessions=quiet_sessions)
+        self.quiet = False
+        """After `close`: whether nothing of the session is in flight any more."""
+        self._in_doubt = False
         self._log = EngineLog(_log, peer=address)
         self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix=f"hurray-mover-{address}")
         self._channel: Channel | None = None
@@ -85,6 +99,8 @@ class Connection:
         self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
         self._pools: dict[int, RemotePool] = {}
         self._opened = False
+        self.forsaken = False
+        """Whether the peer was found to be of no use: without pools."""
         self._useless: HurrayError | None = None
         self._zeros: Region | None = None
         self._give_up = StopFlag()
@@ -112,7 +128,7 @@ class Connection:
         self._channel = await open_channel(
             self._host,
             self._port,
-            given.config,
+            self._config,
             timeout_s=deadline - started,
             on_event=self._handle,
             ssl_context=given.ssl_context,
@@ -170,12 +186,13 @@ class Connection:
         if self._connecting is not None:
             self._give_up.set()
             await asyncio.wait({self._connecting})
-        if self._endpoint is not None:
-            # Where it fails, the worker keeps the endpoint, and UCX may still write what it was to read.
-            if await asyncio.to_thread(self._endpoint.close):
-                for settled in self._when_settled:
-                    settled()
-            self._endpoint = None
+        # Where it fails, the worker keeps the endpoint, and UCX may still read and write for it.
+        closed = self._endpoint is None or await asyncio.to_thread(self._endpoint.close)
+        if closed:
+            for settled in self._when_settled:
+                settled()
+        self._endpoint = None
+        self.quiet = closed and not self._in_doubt
         self._pools.clear()
         if self._zeros is not None:
             self._zeros.close()
@@ -186,7 +203,7 @@ class Connection:
     @property
     def lost(self) -> bool:
         """Whether nothing can be sent over it any more."""
-        return self._error is not None or self._closing is not None
+        return self._error is not None or self._closing is not None or self.forsaken
 
     @property
     def lanes(self) -> LaneReport | None:
@@ -253,6 +270,9 @@ class Connection:
 
     def pool_by_id(self, pool_id: int) -> RemotePool | None:
         return self._pools.get(pool_id)
+
+    def doubt(self) -> None:
+        self._in_doubt = True
 
     def when_settled(self, settled: Callable[[], None]) -> None:
         self._when_settled.append(settled)
@@ -346,6 +366,7 @@ class Connection:
             memory.close()
 
     def _no_pool(self) -> PeerLostError:
+        self.forsaken = True  # the next transfer connects anew: an announcement may have been lost
         return PeerLostError(
             f"{self.address} has no pool to receive into (for this token)", fix="It may add one: Engine.add_pool"
         )

@@ -21,7 +21,7 @@ from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.mover import Moves
 from hurray_rdma.engine.stats import Direction
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError
 from hurray_rdma.format import Dialect
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
@@ -80,6 +80,9 @@ class Route(Protocol):
 
     def zeros(self, nbytes: int) -> Region:
         """A registered region of at least so many bytes, all zero."""
+
+    def doubt(self) -> None:
+        """Bytes of an exchange may still land at the peer when all is closed here."""
 
     def when_settled(self, settled: Callable[[], None]) -> None:
         """Calls it when nothing that was posted can write into this process any more."""
@@ -202,6 +205,12 @@ class Exchange(ABC, Generic[Answer]):
                 self._moves.add(await asyncio.shield(moving))
         except (TimeoutError, DeadlineExceededError) as error:
             raise self._late() from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not moving.cancelled() or (task is not None and task.cancelling()):
+                raise
+            # Not the application: the exchange ended before a thread was free for the work.
+            raise self._error or TransferAbortedError(f"the transfer of {self._key!r} has ended") from None
         except HurrayError as error:
             self.fail(error)
             # Posting stops for a reason: an abort or a lost peer tells more than "stopped".
@@ -239,7 +248,9 @@ class Exchange(ABC, Generic[Answer]):
         if self._transfer_id is not None:
             session, now = self._route.session, self._loop.time()
             session.abort(self._transfer_id, ErrorCode.ABORTED, reason, now=now)
-            if not self._in_doubt:
+            if self._in_doubt:
+                self._route.doubt()
+            else:
                 session.quiet(self._transfer_id, now=now)
             self._route.notify()
             self._forget()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot, SnapshotGroups
-from hurray_rdma.control import parse_address
+from hurray_rdma.control import MAX_QUIET_SESSIONS, parse_address
 from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
@@ -51,6 +52,7 @@ class Peer:
         self._on_closed = on_closed
         self._connection: Connection | None = None
         self._reconnecting = asyncio.Lock()
+        self._quiet_sessions: deque[bytes] = deque(maxlen=MAX_QUIET_SESSIONS)
         self._endings: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -93,7 +95,15 @@ class Peer:
                 raise PeerLostError(f"the connection to {self.address} was closed here")
             old = self._connection
             if old is None or old.lost:
-                connection = Connection(self.address, self._surroundings, on_lost=self._end)
+                if old is not None and old.forsaken:
+                    self._end(old)
+                await self._ended(deadline)
+                connection = Connection(
+                    self.address,
+                    self._surroundings,
+                    quiet_sessions=tuple(self._quiet_sessions),
+                    on_lost=self._end,
+                )
                 await connection.open(deadline)
                 self._connection = connection
                 if old is not None:
@@ -104,9 +114,19 @@ class Peer:
             self._reconnecting.release()
 
     def _end(self, connection: Connection) -> None:
-        task = asyncio.create_task(connection.close())
+        task = asyncio.create_task(self._close_connection(connection))
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
+
+    async def _close_connection(self, connection: Connection) -> None:
+        await connection.close()
+        if connection.quiet:
+            self._quiet_sessions.append(connection.session_id)
+
+    async def _ended(self, deadline: float) -> None:
+        """Earlier connections are closed, so that the peer can be told which of them are quiet."""
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=deadline - time.monotonic())
 
     async def close(self) -> None:
         """Ends the transfers under way and both channels. Idempotent; goes on when the caller is cancelled."""

@@ -8,6 +8,7 @@ key. Runs on the event loop and owns no socket: each connection is a `Link`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 
 import numpy as np
@@ -50,6 +51,8 @@ from hurray_rdma.format import Dialect
 from hurray_rdma.plan import common_heads, map_keys
 
 __all__ = ["Receiver"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_WAITING = 1024
 """Offers that may wait for pages; more are refused as busy."""
@@ -111,6 +114,20 @@ class Receiver:
         )
         link.session.announce(pool, now=self._loop.time())
         link.notify()
+
+    async def adopt(self) -> None:
+        """Takes back what an earlier engine on the pool left in quarantine, where registering anew makes that safe."""
+        left = self.pool.allocator.quarantined()
+        if not left or not all(region.allocated for region in self.pool.regions):
+            return
+        try:
+            await asyncio.to_thread(self.pool.renew)
+        except RegistrationError as error:
+            _log.warning("pages of pool %r stay in quarantine: %s", self.name, error)
+            return
+        for lease in left:
+            self.pool.allocator.recover(lease)
+            self._tally.recovered(len(lease))
 
     def handle(self, link: Link, event: Event) -> None:
         """Takes one event of a connection's session; offers only for this pool."""

@@ -34,6 +34,9 @@ from hurray_rdma.transport import Context, Worker
 
 __all__ = ["Reception"]
 
+_GOODBYE_S = 1.0
+"""What senders have to say that they are quiet when the engine closes."""
+
 
 class Reception:
     """Accepts senders and hands their events to the receiver of the pool that they are about.
@@ -92,6 +95,8 @@ class Reception:
             ConfigError: as of `control.serve`.
         """
         self._token = config.token
+        for receiver in self._receivers.values():
+            await receiver.adopt()
         self._listener = await serve(
             host,
             port,
@@ -106,12 +111,20 @@ class Reception:
         async with contextlib.AsyncExitStack() as steps:
             steps.push_async_callback(self._finish)
             steps.callback(self.publishing.close)
-            for receiver in self._all():
-                steps.callback(receiver.close)
             for channel in list(self._links.values()):
                 steps.push_async_callback(channel.close)
+            steps.push_async_callback(self._say_goodbye)
             if self._listener is not None:
                 steps.push_async_callback(self._listener.close)
+
+    async def _say_goodbye(self) -> None:
+        """Ends what is under way while senders can still answer that they are quiet, so that no page stays behind."""
+        for receiver in self._all():
+            receiver.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(self._lease_s, _GOODBYE_S)):
+                for receiver in self._all():
+                    await receiver.granted.wait_idle()
 
     async def _finish(self) -> None:
         while self._endings:
@@ -249,6 +262,7 @@ class Reception:
         def handle(event: Event) -> None:
             match event:
                 case SessionOpened():
+                    self._hear_of_quiet(link)
                     for receiver in self._receivers.values():
                         receiver.announce(link)
                 case Offered(transfer_id=transfer_id, offer=offer):
@@ -292,6 +306,16 @@ class Reception:
         if self._removed:
             self._removed = [receiver for receiver in self._removed if receiver.granted.busy]
         return [*self._receivers.values(), *self._removed]
+
+    def _hear_of_quiet(self, link: Link) -> None:
+        """The sender says of earlier sessions that nothing of them is in flight any more."""
+        earlier = set(link.peer.quiet_sessions)
+        for old, channel in list(self._links.items()):
+            if old.peer.session_id in earlier and old.peer.tenant == link.peer.tenant:
+                channel.abort()  # it has broken, and we have not noticed yet
+        for old in [old for old in self._owing if old.peer.session_id in earlier]:
+            if old.peer.tenant == link.peer.tenant:
+                self._silenced(old, set(Reach))
 
     def _ended(self, link: Link) -> None:
         """A session has ended; what its sender posted before may still be on its way."""

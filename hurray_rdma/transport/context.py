@@ -19,6 +19,7 @@ from pathlib import Path
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.transport.binding import BoundContext, native
 from hurray_rdma.transport.endpoint import Worker
+from hurray_rdma.transport.mappings import mapping_kind
 from hurray_rdma.transport.memory import Region
 
 __all__ = ["Context", "default_context"]
@@ -126,6 +127,13 @@ class Context:
         memory_type = _memory_type(device)
         if not region.allocated:
             return self._map(old.address, old.nbytes, memory_type, device, region.owner)
+        if mapping_kind(region.seen_address) == "private":
+            raise RegistrationError(
+                "the memory cannot be replaced in place: UCX allocated it, and not as shared memory",
+                field="region",
+                value=repr(region),
+                fix="Close the pool and make it anew, or make pools that are to be renewed from arrays of your own",
+            )
         new = self._allocate(old.nbytes, memory_type, device)
         try:
             new.take_over(old, region.seen_address)
