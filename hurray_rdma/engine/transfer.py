@@ -209,8 +209,8 @@ class Transfer(Exchange[Grant]):
                             frame = data[start : start + _FRAME_NBYTES]
                             session.tensor_data(self._require_id(), index, start, frame, now=self._loop.time())
                             await self._route.flush()
-                except TimeoutError as error:
-                    raise self._late() from error
+                except TimeoutError:  # of this wait, or what the peer ended it with
+                    raise self._error or self._late() from None
                 self._moves.add(Moves(num_operations, len(data), time.monotonic() - started))
                 self._ended([index])
         if self._error is not None:
