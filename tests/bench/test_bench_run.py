@@ -1,0 +1,225 @@
+"""The benchmark as a person runs it, tiny: what it prints and writes, who is left out. Time decides nothing here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import hurray_rdma.bench.run
+from hurray_rdma.bench import BenchReport, load_config, num_steps, run_bench
+from hurray_rdma.bench.messages import Party
+
+COMMAND = [sys.executable, "-m", "hurray_rdma.cli"]
+TINY = """
+[run]
+rounds = 2
+deadline_s = 110
+seed = 5
+peers = ["cma", "ucx_put", "socket"]
+huge_pages = false
+
+[[sweep]]
+lane = ""
+page_nbytes = [4096, 32768]
+transfer_mib = [1]
+patterns = ["random", "contiguous"]
+
+[[sweep]]
+lane = "tcp"
+page_nbytes = [32768]
+transfer_mib = [1]
+patterns = ["fragmented"]
+
+[latency]
+page_nbytes = 32768
+num_pages = [1, 8]
+repeats = 5
+
+[overlap]
+num_layers = 4
+layer_mib = 1
+page_nbytes = 32768
+compute_ratio = 1.0
+
+[planning]
+num_pages = [100]
+
+[overhead]
+page_nbytes = 64
+num_pages = 1000
+
+[contact]
+page_nbytes = 64
+pool_pages = [100, 1000]
+
+[idle]
+seconds = 0.1
+
+[fresh]
+mib = 4
+page_nbytes = 32768
+"""
+WITHIN = {Party.HURRAY, Party.HURRAY_CALLER, Party.MEMCPY, Party.STREAM, Party.CMA, Party.UCX_PUT, Party.SOCKET}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def test_a_run_end_to_end(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    facts, folder = tmp_path / "facts.json", tmp_path / "page"
+    done = run("bench", "--config", str(tiny), "--json", str(facts), "--report", str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+
+    report = msgspec.json.decode(facts.read_bytes(), type=BenchReport)
+    cases = {(row.lane, row.pattern, row.page_nbytes, row.num_pages) for row in report.sweep}
+    assert cases == {
+        ("", "random", 4096, 256),
+        ("", "random", 32768, 32),
+        ("", "contiguous", 4096, 256),
+        ("", "contiguous", 32768, 32),
+        ("tcp", "fragmented", 32768, 32),
+    }
+    skipped = {each.party for each in report.skipped}
+    assert skipped <= {Party.CMA}  # where ptrace is forbidden
+    for case in cases:
+        rows = [row for row in report.sweep if (row.lane, row.pattern, row.page_nbytes, row.num_pages) == case]
+        assert {row.party for row in rows} | skipped == WITHIN
+        memcpy = next(row for row in rows if row.party is Party.MEMCPY)
+        for row in rows:
+            assert row.seconds.count == 2
+            assert row.seconds.min <= row.seconds.median <= row.seconds.max
+            assert row.ratio == pytest.approx(memcpy.seconds.median / row.seconds.median)
+            assert row.cpu_s_per_gib is not None
+    lanes = {(row.lane, row.party): row.carried_by for row in report.sweep}
+    assert lanes["", Party.HURRAY].endswith(", mapped")
+    assert lanes["tcp", Party.HURRAY] == "tcp, put"
+    # Each case sends everything once to each of two engines, and the receiver compares it.
+    sections = 2 * (32768 + 8 * 32768) + 4 * 2**20 + 1000 * 64 + 2 * 64 + 8 * 32768 + 4 * 2**20
+    assert report.compared_nbytes == 2 * 5 * 2**20 + sections
+
+    assert {(row.num_pages, row.party) for row in report.latency} >= {(1, Party.HURRAY), (8, Party.HURRAY)}
+    assert all(row.count == 10 and row.min_us <= row.p50_us <= row.p99_us <= row.max_us for row in report.latency)
+    assert report.overlap is not None
+    assert report.overlap.possible == 0.75
+    assert len(report.overlap.timeline) == 4
+    for layer in report.overlap.timeline:
+        assert 0 <= layer.computed[0] < layer.computed[1] <= layer.sent[0] < layer.sent[1]
+        assert layer.sent[0] < layer.usable
+    assert [row.num_pages for row in report.planning] == [100]
+    assert report.overhead is not None
+    assert report.overhead.us_per_page == pytest.approx(
+        (report.overhead.send_s.median - report.overhead.memcpy_s.median) / 1000 * 1e6
+    )
+    assert [(row.party, row.pool_pages) for row in report.contact] == [(Party.HURRAY, 100), (Party.HURRAY, 1000)]
+    assert report.idle is not None
+    assert report.idle.cpu_share >= 0
+    assert report.fresh is not None
+    assert report.fresh.nbytes == 4 * 2**20
+
+    assert "transfers over the lane that UCX chooses" in done.stdout
+    assert "small transfers" in done.stdout
+    page = (folder / "index.html").read_text()
+    assert page.count("<svg") == 3 + 1 + 1  # two patterns and one more lane, latency, layers
+    assert report.facts.cpu in page
+    assert "src=" not in page
+    assert "<link" not in page
+
+
+def test_every_step_is_told_and_engines_that_are_not_installed_are_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hurray_rdma.bench.run, "find_python", lambda kind, given: None)
+    tiny.write_text(TINY.partition('[[sweep]]\nlane = "tcp"')[0])
+    config = load_config(str(tiny), overrides={"peers": ("nixl", "mooncake"), "rounds": 1})
+    steps: list[str] = []
+    report = run_bench(config, name="tiny", pythons={}, on_step=steps.append)
+    assert len(steps) == num_steps(config)
+    assert {each.party for each in report.skipped} == {Party.NIXL, Party.NIXL_DEFAULT, Party.MOONCAKE}
+    for each in report.skipped:
+        assert "not installed" in each.reason
+        assert "scripts/bench-peers" in each.fix
+    assert {row.party for row in report.sweep} == {Party.HURRAY, Party.HURRAY_CALLER, Party.MEMCPY, Party.STREAM}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--config", "/absent.toml"], "config = '/absent.toml': cannot be read"),
+        (["--peer", "pigeon"], "run.peers = 'pigeon': must be one of"),
+        (["--peer-python", "pigeon=/bin/true"], "--peer-python = 'pigeon=/bin/true'"),
+        (["--peer", "nixl", "--peer-python", "nixl=/absent"], "cannot import nixl_cu12"),
+        (["--token-file", "/absent"], "has no meaning without --connect"),
+        (["--json", "/absent/facts.json"], "--json = '/absent/facts.json'"),
+        (["--connect", "127.0.0.1:9", "--config", "quick"], "needs both processes on this machine"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
+    done = run("bench", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    path, facts = tmp_path / "two.toml", tmp_path / "facts.json"
+    path.write_text(
+        "[run]\nrounds = 2\ndeadline_s = 60\nseed = 1\npeers = []\nhuge_pages = false\n"
+        "[[sweep]]\nlane = ''\npage_nbytes = [4096, 32768]\ntransfer_mib = [1]\npatterns = ['gather', 'contiguous']\n"
+        "[latency]\npage_nbytes = 32768\nnum_pages = [1]\nrepeats = 5\n"
+        "[serve]\npage_nbytes = [4096, 32768]\npool_mib = 2\n"
+    )
+    token = tmp_path / "token"
+    token.write_text("a secret\n")
+    shared = ["--config", str(path), "--token-file", str(token)]
+    server = subprocess.Popen(
+        [*COMMAND, "serve", "--listen", "127.0.0.1:0", *shared],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().removeprefix("listening on ").strip()
+        done = run("bench", "--connect", address, *shared, "--json", str(facts))
+        assert (done.returncode, done.stderr) == (0, "")
+        refused = run("bench", "--connect", address, "--config", str(path))
+        assert refused.returncode == 1
+        assert "token" in refused.stderr
+        server.send_signal(signal.SIGTERM)
+        printed, errors = server.communicate(timeout=30)
+    finally:
+        server.kill()
+        server.communicate()
+    assert (server.returncode, errors) == (0, "")
+    report = msgspec.json.decode(facts.read_bytes(), type=BenchReport)
+    assert report.peer == address
+    assert {(row.pattern, row.page_nbytes) for row in report.sweep} == {
+        (pattern, size) for pattern in ("gather", "contiguous") for size in (4096, 32768)
+    }
+    assert {row.party for row in report.sweep} == {Party.HURRAY, Party.MEMCPY, Party.STREAM}
+    # Of each case a first transfer and one a round; of the small ones a first, twenty to warm up, five a round.
+    transfers, nbytes = 4 * 3 + 1 + 20 + 2 * 5, 4 * 3 * 2**20 + 31 * 32768
+    assert f"in all: {transfers} transfers, {nbytes / 2**20:,.1f} MiB" in printed
