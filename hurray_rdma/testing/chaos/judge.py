@@ -33,6 +33,8 @@ def judge(episode: Episode, send: Send, *, sender: SenderSeat, struck: SenderSea
     if num_delivered > 1:
         raise SceneFailedError(f"{receiver.name}: {name} was delivered {num_delivered} times")
     delivered = num_delivered == 1
+    if send.how == "fetch":
+        delivered = name in sender.sent and sender.sent[name].outcome == SENT
     sent = sender.sent.pop(name, None)
     if sent is None:  # its process was killed
         return delivered

@@ -17,7 +17,7 @@ from hurray_rdma.engine import Arrival, Engine
 from hurray_rdma.errors import HurrayError
 from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, make_pool, run_child
 from hurray_rdma.testing.chaos.guard import Guard
-from hurray_rdma.testing.chaos.recipe import Recipe, mismatch, raw
+from hurray_rdma.testing.chaos.recipe import Recipe, mismatch, paint, raw, shape_of
 from hurray_rdma.testing.chaos.words import (
     DELIVERED,
     HANG,
@@ -25,6 +25,8 @@ from hurray_rdma.testing.chaos.words import (
     UNTYPED,
     Command,
     Plant,
+    Publish,
+    Published,
     Ready,
     Received,
     ReceiverSettings,
@@ -78,6 +80,9 @@ class ReceiverChild(ChaosChild):
 
     async def do(self, command: Command) -> None:
         match command:
+            case Publish(recipe=recipe):
+                self._publish(recipe)
+                self.say(Published(recipe.name))
             case Reregister():
                 await self._reregister()
             case Reopen():
@@ -91,6 +96,16 @@ class ReceiverChild(ChaosChild):
                 self._planted.append(self.pool.allocator.lease(1))
             case _:
                 raise ValueError(f"no word for a receiver: {command!r}")
+
+    def _publish(self, recipe: Recipe) -> None:
+        if self._engine is None or self.pool.allocator.accounts().free < recipe.num_pages:
+            return  # whoever fetches it is told so
+        shape = shape_of(recipe, self.pool.spec)
+        with self.pool.allocator.lease(recipe.num_pages) as lease:
+            paint(recipe, self.pool, lease.page_ids)
+            tables = [lease.page_ids[table] for table in shape.tables]
+            snapshot = Snapshot.from_block_tables(self.pool, tables, seq_lens=shape.seq_lens)
+            self._engine.publish(recipe.key, snapshot, lease_s=recipe.hold_s)
 
     async def _reregister(self) -> None:
         detail, self._guard.writing = "", False

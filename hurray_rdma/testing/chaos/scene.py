@@ -27,6 +27,7 @@ from hurray_rdma.testing.chaos.strike import sent, strike
 from hurray_rdma.testing.chaos.words import (
     SENT,
     Plant,
+    Publish,
     ReceiverSettings,
     Send,
     SenderSettings,
@@ -212,6 +213,7 @@ class _Scene:
     async def _strike(self, episode: Episode) -> bool:
         """Sends, and has the fault happen to it; returns when all sends have ended: whether it came about."""
         struck, rule = self.senders[episode.struck], None
+        await together(*(self._published(sender, send) for sender, send in episode.sends if send.how == "fetch"))
         if episode.spoil is not None:
             spoil = episode.spoil
             rule = struck.proxy.arm(
@@ -236,6 +238,11 @@ class _Scene:
         await together(*(sent(sender, send) for sender, send in all_sent if sender is not killed))
         struck.proxy.disarm()
         return rule is None or rule.fired
+
+    async def _published(self, sender: int, send: Send) -> None:
+        receiver, name = self.senders[sender].receiver, send.recipe.name
+        receiver.running.tell(Publish(send.recipe))
+        await receiver.holds(lambda: name in receiver.published, f"{name} is published", within_s=_SETTLES_S)
 
     async def _probe_all(self) -> None:
         """Every sender sends again, and is heard: a fault that is over costs nothing any more."""

@@ -13,11 +13,11 @@ from typing import Literal
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
 from hurray_rdma.testing.chaos.recipe import Receipt, Recipe
-from hurray_rdma.testing.chaos.words import SIZES, How, Lane, Send, Size
+from hurray_rdma.testing.chaos.words import How, Lane, Send, Size
 
 __all__ = ["KINDS", "MESSAGES", "Blow", "Cast", "Episode", "ScenePlan", "Spoil", "draw_scene"]
 
-LEASE_S = 1.0
+LEASE_S = 1.5
 """Leases of every engine in a scene."""
 PEER_S = 2.5
 """Silence after which a peer is lost."""
@@ -26,7 +26,7 @@ TIMEOUT_S = 3.0
 SEND_S = 2.0
 """Budget of each send."""
 
-Carrier = Literal["send", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
+Carrier = Literal["send", "fetch", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
 """What makes a message of some kind come by."""
 
 _C, _S = Direction.TO_CLIENT, Direction.TO_SERVER
@@ -45,6 +45,8 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_C, MessageType.ABORT): "receiver aborts",
     (_S, MessageType.QUIET): "sender aborts",
     (_C, MessageType.ERROR): "too large",
+    (_S, MessageType.FETCH): "fetch",
+    (_C, MessageType.PUBLISHED): "fetch",
     (_S, MessageType.PING): "slow",
     (_C, MessageType.PING): "slow",
     (_S, MessageType.PONG): "slow",
@@ -160,9 +162,11 @@ def draw_scene(seed: int, index: int, *, num_episodes: int) -> ScenePlan:
     dice = random.Random(f"{seed}/{index}")
     num_receivers = dice.choice((1, 1, 2))
     receiver_pages = dice.randint(8, 20)
+    lane: Lane = dice.choices(("mapped", "cma", "tcp", "frames"), (4, 3, 2, 1))[0]
+    size: Size = dice.choice(("small", "large"))
     cast = Cast(
-        lane=dice.choices(("mapped", "cma", "tcp", "frames"), (4, 3, 2, 1))[0],
-        size=dice.choices(tuple(SIZES), (1, 1))[0],
+        lane=lane,
+        size="small" if lane == "frames" else size,  # a busy machine is too slow for large ones
         num_receivers=num_receivers,
         num_senders=dice.randint(num_receivers, 4 - num_receivers),
         receiver_pages=receiver_pages,
@@ -203,6 +207,9 @@ class _Drawer:
         recipe = Recipe(f"{self._name}.{self._count}", self._dice.getrandbits(32), count, receipt, hold_s)
         return Send(recipe, how, pause_s, timeout_s)
 
+    def _fetch(self) -> Send:
+        return self._send("fetch", hold_s=round(self._dice.uniform(0.3, 1.0), 3), num_pages=self._dice.randint(1, 3))
+
     def _spoiled(self, struck: int) -> Episode:
         dice = self._dice
         passing = [each for each in MESSAGES if each[1] is not MessageType.TENSOR_DATA or self._cast.lane == "frames"]
@@ -226,6 +233,8 @@ class _Drawer:
                 send = self._send("layers", pause_s=0.02, receipt="abort after a layer")
             case "too large":
                 send = self._send(num_pages=2 * self._cast.receiver_pages)
+            case "fetch":
+                send = self._fetch()
             case "slow":
                 send = self._send("layers", pause_s=pause_s)
             case _:
@@ -240,15 +249,18 @@ class _Drawer:
         if kind.startswith("SIG") or "closes" in kind or "cut" in kind:
             what = {"SIGKILL": "kill", "SIGSTOP": "stop"}.get(kind.split(maxsplit=1)[0], "reopen")
             for_s = (
-                PEER_S + 0.5
+                2 * LEASE_S + PEER_S
                 if "session" in kind
-                else round(dice.uniform(1.2, 2.6) if "beyond" in kind else dice.uniform(0, 0.4), 3)
+                else round(
+                    dice.uniform(LEASE_S + 0.2, 2 * LEASE_S + 0.5) if "beyond" in kind else dice.uniform(0, 0.4), 3
+                )
             )
             after_s = round(dice.choice((0.0, dice.uniform(0, 0.005), dice.uniform(0, 0.05))), 5)
             blow = Blow("cut" if "cut" in kind else what, whom, after_s, for_s if what == "stop" else 0.0)  # type: ignore[arg-type]
             for sender in range(self._cast.num_senders):
-                how: How = dice.choice(("whole", "layers", "layers"))
-                sends.append((sender, self._send(how, pause_s=dice.choice((0.0, 0.002, 0.02)))))
+                how: How = dice.choice(("whole", "layers", "layers", "fetch"))
+                pause_s = dice.choice((0.0, 0.002, 0.02))
+                sends.append((sender, self._fetch() if how == "fetch" else self._send(how, pause_s=pause_s)))
         elif kind == "more senders than pages":
             all_succeed = True
             for sender in range(self._cast.num_senders):

@@ -15,6 +15,7 @@ from hurray_rdma.testing.chaos.handle import Process, Role
 from hurray_rdma.testing.chaos.proxy import ChaosProxy
 from hurray_rdma.testing.chaos.words import (
     Failed,
+    Published,
     Ready,
     Received,
     ReceiverSettings,
@@ -178,6 +179,7 @@ class ReceiverSeat(Seat):
         self._settings = settings
         self.address = settings.listen
         self.num_reregistered = 0
+        self.published: set[str] = set()
         self.received: dict[str, list[Received]] = {}
         """By name of the transfer."""
 
@@ -189,6 +191,8 @@ class ReceiverSeat(Seat):
         super()._hear(report)
         if isinstance(report, Ready):
             self.address = report.address
+        elif isinstance(report, Published):
+            self.published.add(report.name)
         elif isinstance(report, Reregistered):
             self.num_reregistered += 1
         elif isinstance(report, Received):

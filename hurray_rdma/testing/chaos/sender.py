@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +23,7 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, make_pool, run_child
-from hurray_rdma.testing.chaos.recipe import paint, raw, shape_of
+from hurray_rdma.testing.chaos.recipe import mismatch, paint, raw, shape_of
 from hurray_rdma.testing.chaos.words import (
     HANG,
     SENT,
@@ -33,6 +35,7 @@ from hurray_rdma.testing.chaos.words import (
     Send,
     SenderSettings,
     Sent,
+    Violation,
 )
 
 __all__ = ["SenderChild"]
@@ -76,7 +79,7 @@ class SenderChild(ChaosChild):
         match command:
             case Send():
                 self._num_busy += 1
-                await self._send(command)
+                await (self._fetch(command) if command.how == "fetch" else self._send(command))
                 self._num_busy -= 1
             case Reopen():
                 await self.close()
@@ -86,25 +89,40 @@ class SenderChild(ChaosChild):
 
     async def _send(self, command: Send) -> None:
         recipe, shape = command.recipe, shape_of(command.recipe, self.pool.spec)
-        started = time.monotonic()
         with self.pool.allocator.lease(recipe.num_pages) as lease:
             page_ids = self._random.permutation(lease.page_ids)
             paint(recipe, self.pool, page_ids)
             tables = [page_ids[table] for table in shape.tables]
             snapshot = Snapshot.from_block_tables(self.pool, tables, seq_lens=shape.seq_lens)
-            try:
-                async with asyncio.timeout(command.timeout_s + HANG_AFTER_S):
-                    await self._go(command, snapshot)
-                outcome, detail = SENT, ""
-            except HurrayError as error:
-                outcome, detail = TYPED, f"{type(error).__name__}: {error}"
-            except TimeoutError:
-                outcome, detail = HANG, f"over {command.timeout_s + HANG_AFTER_S} s"
-            except (Exception, asyncio.CancelledError) as error:  # nobody cancels this task
-                outcome, detail = UNTYPED, repr(error)
+            report = await self._report(command, self._go(command, snapshot))
             for tensor in self.pool.spec.tensors:
                 raw(self.pool, *tensor)[page_ids] = _SCRIBBLE
-        self.say(Sent(recipe.name, outcome, detail, time.monotonic() - started))
+        self.say(report)
+
+    async def _fetch(self, command: Send) -> None:
+        async def fetch() -> None:
+            peer = await self._connected()
+            fetched = await peer.fetch(command.recipe.key, timeout_s=command.timeout_s)
+            wrong = mismatch(command.recipe, fetched)
+            fetched.release()
+            if wrong is not None:
+                self.say(Violation(f"{command.recipe.name} when it was fetched: {wrong}"))
+
+        self.say(await self._report(command, fetch()))
+
+    async def _report(self, command: Send, work: Coroutine[Any, Any, None]) -> Sent:
+        """Does it, and says how that ended."""
+        started, outcome, detail = time.monotonic(), SENT, ""
+        try:
+            async with asyncio.timeout(command.timeout_s + HANG_AFTER_S):
+                await work
+        except HurrayError as error:
+            outcome, detail = TYPED, f"{type(error).__name__}: {error}"
+        except TimeoutError:
+            outcome, detail = HANG, f"over {command.timeout_s + HANG_AFTER_S} s"
+        except (Exception, asyncio.CancelledError) as error:  # nobody cancels this task
+            outcome, detail = UNTYPED, repr(error)
+        return Sent(command.recipe.name, outcome, detail, time.monotonic() - started)
 
     async def _connected(self) -> Peer:
         async with self._connecting:

@@ -28,6 +28,8 @@ __all__ = [
     "How",
     "Lane",
     "Plant",
+    "Publish",
+    "Published",
     "Ready",
     "Received",
     "ReceiverSettings",
@@ -64,8 +66,9 @@ How = Literal[
     "abort after last",
     "cancel",
     "close engine",
+    "fetch",
 ]
-"""How the sending application goes about a transfer."""
+"""How the sending application goes about a transfer; with "fetch" it reads what the receiver has published."""
 
 SENT, DELIVERED, KILLED = "sent", "delivered", "killed"
 HANG, UNTYPED, TYPED = "hang", "untyped", "typed"
@@ -86,6 +89,12 @@ class Reopen(msgspec.Struct, frozen=True, tag=True):
     """Close the engine, whatever goes on, and make another on the same pool and address; answered by `Ready`."""
 
 
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Publish a recipe's content, under its key, for its ``hold_s``; answered by `Published`."""
+
+    recipe: Recipe
+
+
 class Reregister(msgspec.Struct, frozen=True, tag=True):
     """Register the receive pool anew, under a new generation; answered by `Reregistered`."""
 
@@ -104,7 +113,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Close everything and end."""
 
 
-Command: TypeAlias = Send | Reopen | Reregister | Tell | Plant | End
+Command: TypeAlias = Send | Reopen | Publish | Reregister | Tell | Plant | End
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +131,12 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     """SENT, TYPED, HANG or UNTYPED."""
     detail: str
     seconds: float
+
+
+class Published(msgspec.Struct, frozen=True, tag=True):
+    """It is there, or there was no room for it."""
+
+    name: str
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
@@ -164,7 +179,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     trace: str
 
 
-Report: TypeAlias = Ready | Sent | Received | Violation | Status | Reregistered | Failed
+Report: TypeAlias = Ready | Sent | Received | Published | Violation | Status | Reregistered | Failed
 
 COMMANDS: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 REPORTS: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
