@@ -206,6 +206,21 @@ class PageAllocator:
             current = held & (self._births[wanted] == births)
             return current, self._new_lease(wanted[current], deadline)
 
+    def retain_held(self, page_ids: ArrayLike, /, *, deadline: float | None = None) -> Lease:
+        """As `retain`, but leaves out pages that nobody holds: those of whoever hands pages out without the allocator.
+
+        Args:
+            page_ids: integers ``[count]``, some perhaps repeatedly.
+            deadline: as of `Lease.deadline`.
+
+        Raises:
+            GeometryError: a page ID is out of range.
+        """
+        if not self._leases:
+            return Lease(self, np.empty(0, np.uint32), deadline)
+        distinct = np.unique(np.asarray(page_ids))
+        return self.retain_current(distinct, self.births(distinct), deadline=deadline)[1]
+
     def quarantine(self, lease: Lease, /, *, reason: str) -> None:
         """Takes the pages out of use, since a late write into them cannot be ruled out. Harmless unless ``HELD``."""
         with self._lock:

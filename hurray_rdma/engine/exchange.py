@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
 from hurray_rdma.cache import CacheSpec, Lease, PoolLayout, Snapshot
 from hurray_rdma.control import ClientSession, ErrorCode, Pool, StaleGenerationError
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
@@ -23,9 +21,12 @@ from hurray_rdma.engine.stats import Direction
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError
 from hurray_rdma.format import Dialect
-from hurray_rdma.transport import Region, RemoteMemory, StopFlag
+from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
 
 __all__ = ["Exchange", "RemotePool", "Route", "retain"]
+
+_INLINE_NBYTES = 512 << 10
+"""What is copied through a mapping on the event loop: a tenth of a millisecond, as long as a thread takes to begin."""
 
 Answer = TypeVar("Answer")
 _T = TypeVar("_T")
@@ -125,6 +126,7 @@ class Exchange(ABC, Generic[Answer]):
         self._transfer_id: int | None = None
         self._jobs: dict[asyncio.Future[Moves], Future[Moves]] = {}
         self._moves = Moves()
+        self._remote: RemotePool
         self._start_over()
 
     def _start_over(self) -> None:
@@ -193,10 +195,20 @@ class Exchange(ABC, Generic[Answer]):
         self._route.notify()
         return await self._wait(self._answer, what)
 
-    async def _move(self, work: Callable[[], Moves]) -> None:
-        """Works in a mover thread, until the deadline."""
-        if self._error is not None:
-            raise self._error
+    async def _move(self, work: Callable[[], Moves], nbytes: int) -> None:
+        """Works until the deadline: in a mover thread, or here where that is sooner done than handed over.
+
+        Args:
+            work: moves pages.
+            nbytes: how many, about.
+        """
+        if nbytes <= _INLINE_NBYTES and self._remote.path == Path.MAPPED.value:
+            try:
+                self._moves.add(work())
+            except HurrayError as error:
+                self.fail(error)
+                raise self._error or error from error
+            return
         job = self._route.movers.submit(work)
         moving = asyncio.wrap_future(job)
         self._jobs[moving] = job
@@ -282,15 +294,7 @@ class Exchange(ABC, Generic[Answer]):
             self._transfer_id = None
 
 
-def retain(snapshot: Snapshot, *, deadline: float | None = None) -> Lease:
+def retain(snapshot: Snapshot) -> Lease:
     """Keeps pages of the snapshot that somebody leased from going back to their pool; those of a pool whose pages the
-    application hands out itself are its own care.
-
-    Args:
-        snapshot: whose pages.
-        deadline: as of `Lease.deadline`.
-    """
-    allocator = snapshot.pool.allocator
-    page_ids = np.unique(snapshot.block_table)
-    _, lease = allocator.retain_current(page_ids, allocator.births(page_ids), deadline=deadline)
-    return lease
+    application hands out itself are its own care."""
+    return snapshot.pool.allocator.retain_held(snapshot.block_table)

@@ -123,6 +123,7 @@ class Fetching(Exchange[Published]):
         remote = self._route.pool_by_id(published.pool_id)
         if remote is None or remote.pool.generation != published.generation:
             raise StaleGenerationError(f"pool {published.pool_id} of the peer was registered anew meanwhile")
+        self._remote = remote
         pool = self._pool_for(remote.layout.spec)
         check_pair(remote.layout.spec, pool.spec)
         page_map = check_published(published, remote.layout, pool.spec, dialect=self._route.dialect())
@@ -131,7 +132,7 @@ class Fetching(Exchange[Published]):
         page_ids[~found] = written.page_ids
         plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=found if found.any() else None)
         mover = self._mover = Mover(pool, plan, remote.memories, reads=True, stop=self._stop, deadline=self._deadline)
-        await self._move(lambda: mover.move(pool.spec.layer_indices, lambda _: None))
+        await self._move(lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
         session = self._route.session
         session.read_end(transfer_id, now=self._loop.time())
         self._route.notify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -183,10 +184,16 @@ class Transfer(Exchange[Grant]):
             await self._send_frames(self._packer, layers)
 
     async def _write(self, mover: Mover, layers: list[int]) -> None:
-        def ended(indices: list[int]) -> None:
-            self._loop.call_soon_threadsafe(self._ended, indices)
+        here = threading.get_ident()
 
-        await self._move(lambda: mover.move(layers, ended))
+        def ended(indices: list[int]) -> None:
+            if threading.get_ident() == here:
+                self._ended(indices)
+            else:
+                self._loop.call_soon_threadsafe(self._ended, indices)
+
+        nbytes = self._plan.nbytes * len(layers) // self._snapshot.pool.spec.num_layers
+        await self._move(lambda: mover.move(layers, ended), nbytes)
 
     @property
     def _in_doubt(self) -> bool:

@@ -64,6 +64,7 @@ class RemoteMemory:
         self._busy = 0
         self._closing = False
         self._pointer = self._rkey.pointer(remote.remote_addr)
+        self._mapping = mapping_kind(self._pointer) if self._pointer else None
 
     @property
     def path(self) -> Path:
@@ -73,7 +74,7 @@ class RemoteMemory:
     @property
     def lane(self) -> str:
         """The transport that carries the bytes: the kind of shared memory when mapped, else the endpoint's RMA lane."""
-        return mapping_kind(self._pointer) if self._pointer else self._endpoint.lanes.name
+        return self._mapping or self._endpoint.lanes.name
 
     def write(
         self,
