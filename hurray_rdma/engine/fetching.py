@@ -88,7 +88,6 @@ class Fetching(Exchange[Published]):
         try:
             fetched = await self._begin(self._fetch)
         except BaseException as error:
-            self._let_go(error)
             self._tally.failed(self._direction, error)
             raise
         self._tally.fetched(fetched.stats)
@@ -115,8 +114,7 @@ class Fetching(Exchange[Published]):
             return await self._read(transfer_id, published)
         except BaseException as error:
             await self._give_up("the reader failed")
-            if isinstance(error, StaleGenerationError):
-                self._let_go(error)  # it is asked for again
+            self._let_go(error)  # it may be asked for again
             raise
 
     async def _read(self, transfer_id: int, published: Published) -> FetchedSnapshot:
