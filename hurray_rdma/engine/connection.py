@@ -42,7 +42,17 @@ from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, PeerLostError, TransportError
 from hurray_rdma.format import Dialect
-from hurray_rdma.transport import Context, Endpoint, LaneReport, Region, RemoteMemory, RemoteRegion, StopFlag, Worker
+from hurray_rdma.transport import (
+    Context,
+    Endpoint,
+    LaneReport,
+    Path,
+    Region,
+    RemoteMemory,
+    RemoteRegion,
+    StopFlag,
+    Worker,
+)
 
 __all__ = ["Connection", "Surroundings"]
 
@@ -148,6 +158,7 @@ class Connection:
             self._opened = True
             for pool_id in sorted(self._announced):
                 self._open_pool(pool_id)
+            self._warn_if_slow()
             if self._useless is not None and not self._pools:
                 raise self._useless
         except BaseException:
@@ -355,6 +366,19 @@ class Connection:
                 memories.clear()
                 self._fall_back(error)
         self._pools[pool_id] = RemotePool(pool, layout, tuple(memories))
+
+    def _warn_if_slow(self) -> None:
+        """UCX takes a slow lane without a word."""
+        lane = next((remote.lane for remote in self._pools.values() if remote.path == Path.PUT.value), "")
+        if lane.endswith("(emulated)"):
+            self._log.warning(
+                "pages travel over %s: UCX copies them in software, at a tenth of the speed. In a container allow "
+                "ptrace (--cap-add SYS_PTRACE), or let PagePool.allocate make the receiving pool; see "
+                "`hurray-rdma doctor`",
+                lane,
+            )
+        elif lane == "tcp" and self._peer_info().host_id == self._surroundings.context.memory_domain:
+            self._log.warning("pages travel over tcp although the peer is on this host; see `hurray-rdma doctor`")
 
     def _fall_back(self, error: HurrayError) -> None:
         self._surroundings.tally.fallback()

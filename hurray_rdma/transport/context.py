@@ -19,7 +19,7 @@ from pathlib import Path
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.transport.binding import BoundContext, native
 from hurray_rdma.transport.endpoint import Worker
-from hurray_rdma.transport.mappings import mapping_kind
+from hurray_rdma.transport.mappings import mapping_kind, ucx_copies
 from hurray_rdma.transport.memory import Region
 
 __all__ = ["Context", "default_context"]
@@ -40,10 +40,16 @@ class Context:
         options: UCX configuration without the ``UCX_`` prefix, e.g. ``{"TLS": "tcp"}``; outranks the environment.
 
     Raises:
-        TransportError: UCX refuses the options.
+        TransportError: UCX refuses the options, or another copy of UCX is loaded in this process.
     """
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        if len(copies := ucx_copies()) > 1:
+            raise TransportError(
+                f"{len(copies)} copies of UCX are loaded in this process, and two of them hang or crash: "
+                f"{', '.join(copies)}",
+                fix="Use the library that brought the other one in a process of its own, or let both use libucx's",
+            )
         self.options = dict(options or {})
         defaults = {name: value for name, value in _DEFAULT_OPTIONS.items() if f"UCX_{name}" not in os.environ}
         self._bound = BoundContext(defaults | self.options)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["mapping_kind"]
+__all__ = ["mapping_kind", "ucx_copies"]
 
 _LINE = re.compile(r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<mode>\S+) \S+ \S+ \S+\s*(?P<path>.*)$")
+
+
+_UCP = re.compile(r"/libucp[^/]*\.so[^/]*$")
+
+
+def ucx_copies() -> list[str]:
+    """Paths of the UCX libraries that this process has loaded, sorted."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = {found["path"] for line in maps if (found := _LINE.match(line.rstrip("\n"))) is not None}
+    return sorted(path for path in paths if _UCP.search(path))
 
 
 def mapping_kind(address: int) -> str:

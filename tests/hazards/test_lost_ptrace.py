@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from multiprocessing.connection import Connection
 
 import pytest
@@ -27,6 +28,10 @@ def sender_without_ptrace(connection: Connection, address: str) -> None:
     if not drop_ptrace():
         connection.send(None)
         return
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hurray_rdma").addHandler(handler)
 
     async def run() -> None:
         with make_pool(SPEC, 16) as pool:
@@ -34,7 +39,7 @@ def sender_without_ptrace(connection: Connection, address: str) -> None:
             sent = snapshot_of(pool, [3, 1, 4], [3, 5])
             async with connected(pool, address, timeout_s=8) as peer:
                 stats = await peer.send(sent, key="first")
-                connection.send((digest(sent), stats.lane, peer.lanes.emulated))
+                connection.send((digest(sent), stats.lane, peer.lanes.emulated, warnings))
 
     asyncio.run(run())
 
@@ -48,12 +53,13 @@ def test_sender_that_may_not_ptrace_takes_another_lane_and_names_it() -> None:
                     if said is None:
                         pytest.skip("no CAP_SYS_PTRACE to take away")
                     arrival = await anext(engine.arrivals())
-                    expected, lane, emulated = said
+                    expected, lane, emulated, warnings = said
                     assert digest(await arrival.snapshot()) == expected
                     arrival.release()
                     await settled(pool, 16, 0, 0)
                     assert "cma" not in lane
                     assert emulated == lane.endswith("(emulated)")
+                    assert any("allow ptrace" in warning for warning in warnings) == emulated
             assert counts(pool) == (16, 0, 0)
 
     run(job())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, default_context
+from hurray_rdma.transport.mappings import ucx_copies
 
 
 def test_allocated_memory_is_zero_and_outlives_its_region_while_viewed() -> None:
@@ -140,3 +143,22 @@ def test_a_callers_memory_is_renewed_in_place() -> None:
     region.close()
     with pytest.raises(RegistrationError, match="closed"):
         region.renew()
+
+
+def load_a_second_copy(connection: Connection, path: str) -> None:
+    default = ucx_copies()
+    ctypes.CDLL(path)
+    with pytest.raises(TransportError, match="2 copies of UCX") as caught:
+        Context()
+    connection.send((default, str(caught.value)))
+
+
+def test_second_copy_of_ucx_is_refused_by_name(tmp_path: Path) -> None:
+    [first] = ucx_copies()
+    second = tmp_path / "libucp-of-another.so.0"
+    second.write_bytes(Path(first).read_bytes())
+    with Child(load_a_second_copy, str(second)) as child:
+        default, text = child.receive()
+    assert default == [first]
+    assert str(second) in text
+    assert first in text
