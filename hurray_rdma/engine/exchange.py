@@ -231,7 +231,10 @@ class Exchange(ABC, Generic[Answer]):
             if moving.done():
                 del self._jobs[moving]
 
-    def _late(self) -> DeadlineExceededError:
+    def _late(self) -> HurrayError:
+        """Why time is up: a lease that ran out at the peer is a `TimeoutError`, too."""
+        if self._error is not None:
+            return self._error
         late = DeadlineExceededError("pages were not moved in time", field="timeout_s", value=self._timeout_s)
         self.fail(late)
         return late

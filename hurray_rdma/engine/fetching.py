@@ -177,6 +177,8 @@ class Fetching(Exchange[Published]):
                     freed.clear()
                     await self._either(freed)
         except TimeoutError:
+            if self._error is not None:
+                raise self._error from None
             raise DeadlineExceededError(
                 f"no {count} pages for {self._key!r} became free in time", field="timeout_s", value=self._timeout_s
             ) from None
