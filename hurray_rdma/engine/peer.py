@@ -53,6 +53,7 @@ class Peer:
         self._connection: Connection | None = None
         self._reconnecting = asyncio.Lock()
         self._quiet_sessions: deque[bytes] = deque(maxlen=MAX_QUIET_SESSIONS)
+        self._opening: asyncio.Task[None] | None = None
         self._endings: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -98,20 +99,33 @@ class Peer:
                 if old is not None and old.forsaken:
                     self._end(old)
                 await self._ended(deadline)
-                connection = Connection(
-                    self.address,
-                    self._surroundings,
-                    quiet_sessions=tuple(self._quiet_sessions),
-                    on_lost=self._end,
-                )
-                await connection.open(deadline)
-                self._connection = connection
+                await self._reconnect(deadline)
                 if old is not None:
                     self._surroundings.tally.reconnected()
             assert self._connection is not None
             return self._connection
         finally:
             self._reconnecting.release()
+
+    async def _reconnect(self, deadline: float) -> None:
+        async def opening() -> None:
+            connection = Connection(
+                self.address,
+                self._surroundings,
+                quiet_sessions=tuple(self._quiet_sessions),
+                on_lost=self._end,
+            )
+            await connection.open(deadline)
+            self._connection = connection  # in the same step, so that whoever ends this task finds it
+
+        self._opening = asyncio.create_task(opening())
+        try:
+            await self._opening
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise
+            raise PeerLostError(f"the connection to {self.address} was closed here") from None
 
     def _end(self, connection: Connection) -> None:
         task = asyncio.create_task(self._close_connection(connection))
@@ -135,6 +149,9 @@ class Peer:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
         if self._connection is not None:
             self._end(self._connection)
         while self._endings:

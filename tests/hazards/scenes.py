@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import hashlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,17 @@ async def settled(pool: PagePool, free: int, leased: int, quarantined: int) -> N
     until = time.monotonic() + 10
     while counts(pool) != (free, leased, quarantined):
         assert time.monotonic() < until, f"{counts(pool)} instead of {(free, leased, quarantined)}"
+        await asyncio.sleep(0.005)
+
+
+async def eventually(holds: Callable[[], bool | Awaitable[bool]], *, within_s: float = 10) -> None:
+    """Returns once something holds that tells nobody when it does; its deadline is the test's failure."""
+    until = time.monotonic() + within_s
+    while True:
+        answer = holds()
+        if answer if isinstance(answer, bool) else await answer:
+            return
+        assert time.monotonic() < until, f"not in {within_s} s"
         await asyncio.sleep(0.005)
 
 
