@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,15 +40,28 @@ class ProcessWatch:
         self._fd = -1
         try:
             self._fd = os.pidfd_open(int(pid))
-            is_it = _start_time(int(pid)) == start_time
-        except (ProcessLookupError, FileNotFoundError):
+        except ProcessLookupError:
             is_it = False
         except (OSError, OverflowError) as error:
             raise ValueError(f"the process cannot be watched: {error}") from error
+        else:
+            is_it = self._is_it(int(pid), start_time)
         if is_it:
             self._loop.add_reader(self._fd, self._tell)
         else:
             self._loop.call_soon(self._tell)
+
+    def _is_it(self, pid: int, start_time: str) -> bool:
+        """Whether the pid is still that process's; it is another's, or nobody's, only after its end."""
+        try:
+            return _start_time(pid) == start_time
+        except OSError as error:
+            ended = select.poll()
+            ended.register(self._fd, select.POLLIN)
+            if ended.poll(0):
+                return False
+            os.close(self._fd)
+            raise ValueError(f"the process runs, but cannot be seen: {error}") from error
 
     def _tell(self) -> None:
         if not self._closed:

@@ -39,9 +39,7 @@ def reach_of(path: str, lane: str) -> Reach:
         return Reach.MAPPING
     if transports & _BY_ADDRESS:
         return Reach.ADDRESS
-    if transports == {"tcp"}:
-        return Reach.SOCKET
-    # Messages through shared memory of UCX's own: emulated puts that the receiver copies.
-    if transports <= _MAPPED:
+    # Beside tcp: messages through shared memory of UCX's own, emulated puts that the receiver copies.
+    if "tcp" in transports or transports <= _MAPPED:
         return Reach.SOCKET
     return Reach.KEY
