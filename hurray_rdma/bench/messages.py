@@ -20,6 +20,7 @@ __all__ = [
     "Finish",
     "JoinCase",
     "Joined",
+    "Leave",
     "OpenCase",
     "Opened",
     "Party",
@@ -41,6 +42,8 @@ class Party(StrEnum):
     """``peer.send`` into a pool that the engine allocated."""
     HURRAY_CALLER = "hurray-caller"
     """``peer.send`` into a pool over memory of the caller's."""
+    HURRAY_PULL = "hurray-pull"
+    """``peer.fetch`` out of a pool that the engine allocated, by the receiving process."""
     MEMCPY = "memcpy"
     """A C loop of memcpy over the same pages within the sending process: the yardstick, 1.00."""
     STREAM = "nt-copy"
@@ -101,6 +104,8 @@ class Joined:
 
     lanes: dict[Party, str]
     """Party -> ``"sysv, mapped"``, of those that UCX carries."""
+    address: str
+    """``host:port`` of its engine, which has published the pages; empty unless they are to be pulled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,8 @@ class UsePages:
     """To both: these are the receiver's pages, for everyone."""
 
     page_ids: NDArray[np.uint32]
+    publisher: str = ""
+    """`Joined.address`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +136,15 @@ class Used:
 
     skipped: dict[Party, str]
     """Those that cannot run here, and why."""
+    lanes: dict[Party, str]
+    """As of `Joined`, of those that the process itself runs."""
+    compared_nbytes: int = 0
+    """As of `Settled`, of what was pulled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """To the sending process: move everything ``count`` times, one after the other."""
+    """To the process that moves them: move everything ``count`` times, one after the other."""
 
     party: Party
     count: int
@@ -145,7 +156,7 @@ class Ran:
 
     started_ns: NDArray[np.int64]
     ended_ns: NDArray[np.int64]
-    """The sender knows that the receiver has it."""
+    """Whoever moved it knows that the receiver has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +204,11 @@ class Arrived:
     """``[count]``, clock of the host."""
     layers_ns: NDArray[np.int64]
     """When each layer was usable, ``[count, num_layers]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """To the receiving process: end the connection to the sender's engine, so that no session ends unasked."""
 
 
 @dataclass(frozen=True, slots=True)

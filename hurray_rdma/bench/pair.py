@@ -16,6 +16,7 @@ from hurray_rdma.bench.messages import (
     Finish,
     JoinCase,
     Joined,
+    Leave,
     OpenCase,
     Opened,
     Party,
@@ -67,13 +68,16 @@ class Pair:
         self._receiver.send(OpenCase(case, parties))
         opened = ask(self._receiver, Opened)
         self._sender.send(JoinCase(case, parties, opened))
-        self.lanes = ask(self._sender, Joined).lanes
+        joined = ask(self._sender, Joined)
         self._receiver.send(Settle())
         settled = ask(self._receiver, Settled)
         self.compared_nbytes += settled.compared_nbytes
         for process in (self._receiver, self._sender):
-            process.send(UsePages(settled.page_ids))
-        self.skipped = ask(self._sender, Used).skipped | ask(self._receiver, Used).skipped
+            process.send(UsePages(settled.page_ids, joined.address))
+        used = [ask(process, Used) for process in (self._sender, self._receiver)]
+        self.skipped = used[0].skipped | used[1].skipped
+        self.lanes = joined.lanes | used[1].lanes
+        self.compared_nbytes += used[1].compared_nbytes
         return settled.page_ids
 
     def runs(self, party: Party) -> bool:
@@ -83,8 +87,9 @@ class Pair:
     def measure(self, party: Party, count: int) -> Measured:
         pids = (self._sender.pid, self._receiver.pid)
         before = cpu_seconds(pids)
-        self._sender.send(Run(party, count))
-        ran = self._supervisor.receive(self._sender, Ran)
+        mover = self._receiver if party is Party.HURRAY_PULL else self._sender
+        mover.send(Run(party, count))
+        ran = self._supervisor.receive(mover, Ran)
         cpu_s = cpu_seconds(pids) - before
         usable_ns = ran.ended_ns
         if party in _SEEN_BY_RECEIVER:
@@ -119,8 +124,12 @@ class Pair:
 
     def close_case(self) -> None:
         """Closes the pools and connections of the open case."""
-        for process in (self._sender, self._receiver):
-            process.send(CloseCase())
+        for process, request in (
+            (self._receiver, Leave()),
+            (self._sender, CloseCase()),
+            (self._receiver, CloseCase()),
+        ):
+            process.send(request)
             self._supervisor.receive(process, Closed)
 
     def finish(self) -> None:

@@ -16,6 +16,7 @@ __all__ = ["latency_plot", "overlap_plot", "ratio_plot", "require_matplotlib"]
 _COLORS = {
     Party.HURRAY: "#c0392b",
     Party.HURRAY_CALLER: "#e67e22",
+    Party.HURRAY_PULL: "#f1948a",
     Party.MEMCPY: "#7f8c8d",
     Party.STREAM: "#bdc3c7",
     Party.CMA: "#2980b9",
@@ -97,7 +98,7 @@ def latency_plot(rows: Sequence[LatencyRow]) -> str:
             error_kw={"linewidth": 0.8},
         )
     axes.set_yscale("log")
-    axes.set_xticks(range(len(counts)), [f"{count} pages of {size_text(rows[0].page_nbytes)}" for count in counts])
+    axes.set_xticks(range(len(counts)), [f"{count} x {size_text(rows[0].page_nbytes)}" for count in counts])
     axes.set_ylabel("us, p50 (whisker: p99)")
     _legend_beside(axes)
     return _svg(figure)
@@ -121,6 +122,7 @@ def overlap_plot(row: OverlapRow) -> str:
         )
     axes.plot([each.usable * 1e3 for each in row.timeline], layers, "k|", markersize=5, label="usable at the receiver")
     axes.invert_yaxis()
+    axes.set_xlim(left=0)
     axes.set_xlabel("ms")
     axes.set_ylabel("layer")
     _legend_beside(axes)

@@ -19,20 +19,24 @@ from hurray_rdma.bench.messages import (
     CloseCase,
     Closed,
     Collect,
+    Leave,
     OpenCase,
     Opened,
     Party,
+    Ran,
+    Run,
     Settle,
     Settled,
     Used,
     UsePages,
 )
+from hurray_rdma.bench.sending import PUBLISHED
 from hurray_rdma.bench.sockets import SocketReceiver
 from hurray_rdma.cache import PagePool, Snapshot
 from hurray_rdma.demo import MismatchError
 from hurray_rdma.demo.child import Link
 from hurray_rdma.demo.content import Content
-from hurray_rdma.engine import Engine
+from hurray_rdma.engine import Engine, Peer
 from hurray_rdma.transport import Context
 
 __all__ = ["Arrivals", "receiving"]
@@ -112,7 +116,9 @@ async def receiving(link: Link, lane: str, core: int | None) -> None:
                 OpenCase: receiver.open,
                 Settle: receiver.settle,
                 UsePages: receiver.use_pages,
+                Run: receiver.run,
                 Collect: receiver.collect,
+                Leave: receiver.leave,
                 CloseCase: receiver.close,
             },
         )
@@ -130,6 +136,9 @@ class _Receiver:
         self._compared_nbytes = 0
         self._memory: NDArray[np.uint8]
         self._socket: SocketReceiver | None = None
+        self._engine: Engine
+        self._publisher: Peer | None = None
+        self._pulling = contextlib.AsyncExitStack()
 
     async def open(self, request: OpenCase) -> Opened:
         case = self._case = request.case
@@ -159,6 +168,8 @@ class _Receiver:
             self._open.push_async_callback(arrivals.end)
             self._open.push_async_callback(engine.close)
             addresses[party], self._arrivals[party] = engine.address, arrivals
+            if party is Party.HURRAY:
+                self._engine = engine
         worker = self._context.open_worker()
         self._open.callback(worker.close)
         if Party.SOCKET in request.parties:
@@ -174,7 +185,7 @@ class _Receiver:
         )
 
     def _first(self, snapshot: Snapshot) -> None:
-        """Compares what came first with what was to be sent, and notes where it went."""
+        """Compares what came first with what was to be moved, and notes where it went."""
         case, spec = self._case, snapshot.pool.spec
         content = Content(case.seed, page_nbytes=case.page_nbytes, num_pages=case.pool_pages)
         sent = source_pages(case)
@@ -199,14 +210,38 @@ class _Receiver:
     async def use_pages(self, request: UsePages) -> Used:
         if self._socket is not None:
             await asyncio.to_thread(self._socket.use, self._memory, request.page_ids, self._case.page_nbytes)
-        return Used({})
+        if not request.publisher:
+            return Used({}, {})
+        peer = self._publisher = await self._pulling.enter_async_context(self._engine.connect(request.publisher))
+        self._compared_nbytes = 0
+        with await peer.fetch(PUBLISHED) as snapshot:
+            self._first(snapshot)
+        return Used({}, {Party.HURRAY_PULL: f"{peer.lane}, {peer.path}"}, self._compared_nbytes)
+
+    async def run(self, request: Run) -> Ran:
+        """Pulls; it is the only party that this process runs."""
+        assert self._publisher is not None, "the supervisor was told that nobody can"
+        started, ended = [], []
+        for _ in range(request.count):
+            started.append(time.monotonic_ns())
+            snapshot = await self._publisher.fetch(PUBLISHED)
+            ended.append(time.monotonic_ns())
+            snapshot.release()
+        return Ran(np.array(started, np.int64), np.array(ended, np.int64))
 
     async def collect(self, request: Collect) -> Arrived:
         if request.party is Party.SOCKET and self._socket is not None:
             return Arrived(await asyncio.to_thread(self._socket.collect, request.count), np.empty(0, np.int64))
         return await self._arrivals[request.party].collect(request.count)
 
+    async def leave(self, _: Leave) -> Closed:
+        await self._pulling.aclose()
+        self._publisher = None
+        return Closed()
+
     async def close(self, _: CloseCase | None) -> Closed:
+        await self._pulling.aclose()
         await self._open.aclose()
         self._arrivals, self._socket, self._page_ids, self._compared_nbytes = {}, None, None, 0
+        self._publisher = None
         return Closed()

@@ -45,6 +45,8 @@ class Direction(StrEnum):
 
     PUSH = "push"
     """The sender writes."""
+    PULL = "pull"
+    """The receiver reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class LatencyRow:
     count: int
     sender_p50_us: float
     """Until the sender knows."""
+    cpu_us: float | None
+    """Processor time of both sides for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ def sweep_rows(
     return tuple(
         SweepRow(
             lane=lane,
-            direction=Direction.PUSH,
+            direction=Direction.PULL if party is Party.HURRAY_PULL else Direction.PUSH,
             pattern=case.pattern,
             page_nbytes=case.page_nbytes,
             num_pages=case.num_pages,
@@ -254,7 +258,14 @@ def latency_row(case: Case, party: Party, measured: Sequence[Measured]) -> Laten
         max_us=float(usable_us.max()),
         count=usable_us.size,
         sender_p50_us=float(np.median(np.concatenate([m.seconds for m in measured]))) * 1e6,
+        cpu_us=_cpu_us(measured),
     )
+
+
+def _cpu_us(measured: Sequence[Measured]) -> float | None:
+    seconds = [each.cpu_s for each in measured]
+    known = [each for each in seconds if each is not None]
+    return sum(known) / sum(len(m.seconds) for m in measured) * 1e6 if len(known) == len(seconds) else None
 
 
 def write_json(report: BenchReport, path: Path) -> None:

@@ -30,10 +30,13 @@ _PARTIES = {
 }
 
 
+_ALWAYS = (Party.HURRAY, Party.HURRAY_CALLER, Party.HURRAY_PULL, Party.MEMCPY, Party.STREAM)
+
+
 def parties_of(peers: tuple[str, ...]) -> frozenset[Party]:
     """The engine's own, both copies within one process, and those that the names stand for."""
     named = [party for name in peers for party in _PARTIES[name]]
-    return frozenset([Party.HURRAY, Party.HURRAY_CALLER, Party.MEMCPY, Party.STREAM, *named])
+    return frozenset([*_ALWAYS, *named])
 
 
 class Rig:

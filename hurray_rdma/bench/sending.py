@@ -36,7 +36,12 @@ from hurray_rdma.engine import Engine, Peer
 from hurray_rdma.errors import HurrayError
 from hurray_rdma.transport import Context
 
-__all__ = ["YARDSTICKS", "sending"]
+__all__ = ["PUBLISHED", "YARDSTICKS", "sending"]
+
+PUBLISHED = "published"
+"""Key of the case's pages, for those who pull."""
+
+_LEASE_S = 86400.0
 
 YARDSTICKS = (Party.MEMCPY, Party.STREAM, Party.CMA, Party.UCX_PUT, Party.SOCKET)
 """Run within the two processes of the benchmark."""
@@ -90,13 +95,19 @@ class _Sender:
             memory.fill(0)
             content.fill(memory, tensor=tensor, page_ids=page_ids)
         self._snapshot = snapshot_of(self._pool, case)
-        engine = self._engine = await self._open.enter_async_context(Engine(self._pool, token=request.token))
+        published = Party.HURRAY_PULL in request.parties
+        engine = self._engine = await self._open.enter_async_context(
+            Engine(self._pool, listen="127.0.0.1:0" if published else None, token=request.token)
+        )
+        if published:
+            engine.publish(PUBLISHED, self._snapshot, lease_s=_LEASE_S)
         addresses = {Party.HURRAY: request.opened.address, Party.HURRAY_CALLER: request.opened.caller_address}
         for party, address in addresses.items():
             if address:
                 self._peers[party] = await self._open.enter_async_context(engine.connect(address))
                 await self._peers[party].send(self._snapshot, key="first")
-        return Joined({party: f"{peer.lane}, {peer.path}" for party, peer in self._peers.items()})
+        lanes = {party: f"{peer.lane}, {peer.path}" for party, peer in self._peers.items()}
+        return Joined(lanes, engine.address if published else "")
 
     async def use_pages(self, request: UsePages) -> Used:
         """Prepares every yardstick; one that cannot run says why."""
@@ -121,7 +132,7 @@ class _Sender:
                 )
             except (OSError, HurrayError) as error:
                 skipped[party] = str(error)
-        return Used(skipped)
+        return Used(skipped, {})
 
     async def run(self, request: Run) -> Ran:
         started, ended = [], []

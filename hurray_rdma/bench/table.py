@@ -98,13 +98,14 @@ def _latency(report: BenchReport) -> Table:
     table = Table(title=f"small transfers, us {told}", title_justify="left")
     table.add_column("pages")
     table.add_column("party")
-    for name in ("p50", "p99", "min", "max", "sender's p50"):
+    for name in ("p50", "p99", "min", "max", "sender's p50", "CPU us"):
         table.add_column(name, justify="right")
     for row in report.latency:
         table.add_row(
             f"{row.num_pages} x {size_text(row.page_nbytes)}",
             Text(row.party, style=_FASTEST if row.party is Party.HURRAY else ""),
             *(f"{value:,.0f}" for value in (row.p50_us, row.p99_us, row.min_us, row.max_us, row.sender_p50_us)),
+            "" if row.cpu_us is None else f"{row.cpu_us:,.0f}",
         )
     return table
 

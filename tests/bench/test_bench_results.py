@@ -47,11 +47,12 @@ def test_ratios_are_of_medians() -> None:
 def test_latency_is_of_all_rounds_together() -> None:
     usable = np.arange(1, 101) * 1e-6
     row = latency_row(
-        CASE, Party.NIXL, [Measured(usable[:50] * 2, usable[:50], 0.0), Measured(usable[50:], usable[50:], 0.0)]
+        CASE, Party.NIXL, [Measured(usable[:50] * 2, usable[:50], 0.001), Measured(usable[50:], usable[50:], 0.002)]
     )
     assert (row.count, row.min_us, row.max_us) == (100, pytest.approx(1), pytest.approx(100))
     assert row.p50_us == pytest.approx(50.5)
     assert row.p99_us == pytest.approx(99.01)
+    assert row.cpu_us == pytest.approx(30)
 
 
 def test_json_is_the_report(tmp_path: Path) -> None:

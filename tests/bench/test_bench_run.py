@@ -65,7 +65,8 @@ seconds = 0.1
 mib = 4
 page_nbytes = 32768
 """
-WITHIN = {Party.HURRAY, Party.HURRAY_CALLER, Party.MEMCPY, Party.STREAM, Party.CMA, Party.UCX_PUT, Party.SOCKET}
+ALWAYS = {Party.HURRAY, Party.HURRAY_CALLER, Party.HURRAY_PULL, Party.MEMCPY, Party.STREAM}
+WITHIN = ALWAYS | {Party.CMA, Party.UCX_PUT, Party.SOCKET}
 
 
 @pytest.fixture
@@ -112,12 +113,13 @@ def test_a_run_end_to_end(tiny: Path, tmp_path: Path) -> None:
             assert row.seconds.min <= row.seconds.median <= row.seconds.max
             assert row.ratio == pytest.approx(memcpy.seconds.median / row.seconds.median)
             assert row.cpu_s_per_gib is not None
+            assert row.direction == ("pull" if row.party is Party.HURRAY_PULL else "push")
     lanes = {(row.lane, row.party): row.carried_by for row in report.sweep}
     assert lanes["", Party.HURRAY].endswith(", mapped")
     assert lanes["tcp", Party.HURRAY] == "tcp, put"
-    # Each case sends everything once to each of two engines, and the receiver compares it.
-    sections = 2 * (32768 + 8 * 32768) + 4 * 2**20 + 1000 * 64 + 2 * 64 + 8 * 32768 + 4 * 2**20
-    assert report.compared_nbytes == 2 * 5 * 2**20 + sections
+    # Each case sends everything once to each of two engines, and has it pulled once; the receiver compares it.
+    sections = 3 * (32768 + 8 * 32768) + 4 * 2**20 + 1000 * 64 + 2 * 64 + 8 * 32768 + 4 * 2**20
+    assert report.compared_nbytes == 3 * 5 * 2**20 + sections
 
     assert {(row.num_pages, row.party) for row in report.latency} >= {(1, Party.HURRAY), (8, Party.HURRAY)}
     assert all(row.count == 10 and row.min_us <= row.p50_us <= row.p99_us <= row.max_us for row in report.latency)
@@ -160,7 +162,7 @@ def test_every_step_is_told_and_engines_that_are_not_installed_are_named(
     for each in report.skipped:
         assert "not installed" in each.reason
         assert "scripts/bench-peers" in each.fix
-    assert {row.party for row in report.sweep} == {Party.HURRAY, Party.HURRAY_CALLER, Party.MEMCPY, Party.STREAM}
+    assert {row.party for row in report.sweep} == ALWAYS
 
 
 @pytest.mark.parametrize(
