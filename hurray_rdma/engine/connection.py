@@ -347,7 +347,7 @@ class Connection:
         self._ready.set()
         self._surroundings.tally.disconnected(error)
         if error is not None:
-            self._log.warning("the session has ended: %s", error)
+            self._log.info("the session has ended: %s", error)
         if self._opened:
             self._on_lost(self)
 
