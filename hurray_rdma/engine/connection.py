@@ -102,7 +102,7 @@ class Connection:
         self.quiet = False
         """After `close`: whether nothing of the session is in flight any more."""
         self._in_doubt = False
-        self._log = EngineLog(_log, peer=address)
+        self.log = EngineLog(_log, peer=address)
         self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix=f"hurray-mover-{address}")
         self._channel: Channel | None = None
         self._endpoint: Endpoint | None = None
@@ -340,14 +340,14 @@ class Connection:
             self._announced.pop(pool.pool_id, None)
             self._drop_pool(pool.pool_id)
             self._useless = error
-            self._log.warning("its pool %r cannot be used: %s", pool.name, error)
+            self.log.warning("its pool %r cannot be used: %s", pool.name, error)
 
     def _hear_the_end(self, error: HurrayError | None) -> None:
         self._error = error or PeerLostError(f"the session with {self.address} was closed")
         self._ready.set()
         self._surroundings.tally.disconnected(error)
         if error is not None:
-            self._log.info("the session has ended: %s", error)
+            self.log.info("the session has ended: %s", error)
         if self._opened:
             self._on_lost(self)
 
@@ -371,18 +371,18 @@ class Connection:
         """UCX takes a slow lane without a word."""
         lane = next((remote.lane for remote in self._pools.values() if remote.path == Path.PUT.value), "")
         if lane.endswith("(emulated)"):
-            self._log.warning(
+            self.log.warning(
                 "pages travel over %s: UCX copies them in software, at a tenth of the speed. In a container allow "
                 "ptrace (--cap-add SYS_PTRACE), or let PagePool.allocate make the receiving pool; see "
                 "`hurray-rdma doctor`",
                 lane,
             )
         elif lane == "tcp" and self._peer_info().host_id == self._surroundings.context.memory_domain:
-            self._log.warning("pages travel over tcp although the peer is on this host; see `hurray-rdma doctor`")
+            self.log.warning("pages travel over tcp although the peer is on this host; see `hurray-rdma doctor`")
 
     def _fall_back(self, error: HurrayError) -> None:
         self._surroundings.tally.fallback()
-        self._log.warning("pages travel on the control channel, which is slow: %s", error)
+        self.log.warning("pages travel on the control channel, which is slow: %s", error)
 
     def _drop_pool(self, pool_id: int) -> None:
         old = self._pools.pop(pool_id, None)

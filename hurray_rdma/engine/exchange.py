@@ -6,6 +6,7 @@ Pages are moved in mover threads (the native loops release the GIL); everything 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from hurray_rdma.cache import CacheSpec, Lease, PoolLayout, Snapshot
 from hurray_rdma.control import ClientSession, ErrorCode, Pool, StaleGenerationError
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
+from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.mover import Moves
 from hurray_rdma.engine.stats import Direction
 from hurray_rdma.engine.tally import Tally
@@ -24,6 +26,8 @@ from hurray_rdma.format import Dialect
 from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
 
 __all__ = ["Exchange", "RemotePool", "Route", "retain"]
+
+_log = logging.getLogger(__name__)
 
 _INLINE_NBYTES = 512 << 10
 """What is copied through a mapping on the event loop: a tenth of a millisecond, as long as a thread takes to begin."""
@@ -60,6 +64,10 @@ class Route(Protocol):
 
     @property
     def movers(self) -> ThreadPoolExecutor: ...
+
+    @property
+    def log(self) -> EngineLog:
+        """With the peer as a fact."""
 
     def notify(self) -> None:
         """Sends what the session has to send."""
@@ -126,6 +134,7 @@ class Exchange(ABC, Generic[Answer]):
         self._transfer_id: int | None = None
         self._jobs: dict[asyncio.Future[Moves], Future[Moves]] = {}
         self._moves = Moves()
+        self._log = EngineLog(_log)
         self._remote: RemotePool
         self._start_over()
 
@@ -176,6 +185,7 @@ class Exchange(ABC, Generic[Answer]):
         may_be_lost = True
         while True:
             self._route = await self._connect(self._deadline)
+            self._log = self._route.log
             try:
                 return await ask()
             except StaleGenerationError:
@@ -191,6 +201,7 @@ class Exchange(ABC, Generic[Answer]):
     async def _asked(self, transfer_id: int, what: str) -> Answer:
         """Sends what was asked, and waits for the answer."""
         self._transfer_id = transfer_id
+        self._log = self._route.log.bind(transfer=transfer_id)
         self._route.register(transfer_id, self)
         self._route.notify()
         return await self._wait(self._answer, what)
@@ -290,6 +301,11 @@ class Exchange(ABC, Generic[Answer]):
                 if not moving.cancelled():
                     moving.exception()  # whoever started it has been told, or is gone
         return cancelled
+
+    def _failed(self, error: BaseException) -> None:
+        """It has come to nothing: counted, and logged."""
+        self._tally.failed(self._direction, error)
+        self._log.bind(key=self._key).info("%s failed: %s", self._direction, error)
 
     def _forget(self) -> None:
         if self._transfer_id is not None:

@@ -88,7 +88,7 @@ class Fetching(Exchange[Published]):
         try:
             fetched = await self._begin(self._fetch)
         except BaseException as error:
-            self._tally.failed(self._direction, error)
+            self._failed(error)
             raise
         self._tally.fetched(fetched.stats)
         return fetched

@@ -19,6 +19,7 @@ from hurray_rdma.engine.arrival import Arrival, ArrivalState
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.frames import Unpacker
 from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.parts import GoodOffer, Part, Whole
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.tally import Tally
@@ -149,6 +150,7 @@ class Granted:
             waited_s=whole.granted - offer.came,
         )
         whole.arrival.completed()
+        self._log(offer).debug("complete: %d pages by %s", len(whole.written), offer.offer.lane)
 
     def _unpacker(self, part: Part) -> Unpacker:
         if part.unpacker is None:
@@ -215,6 +217,7 @@ class Granted:
         """One part will not come: the arrival fails, and the other senders are told to stop."""
         if whole.arrival.stopping(error):
             self._tally.failed("receive", error)
+            self._log(but.offer).info("failed: %s", error)
             self._unfill(whole)
             for part in whole.parts:
                 if part is not but:
@@ -239,7 +242,7 @@ class Granted:
         whole.arrival.ended(quiet=not whole.loud)
         if whole.loud:
             self._tally.quarantined(len(whole.written))
-            whole.offer.link.log.bind(key=whole.arrival.key, pool=self._name).warning(
+            self._log(whole.offer).warning(
                 "%d pages are in quarantine: the sender fell silent, and a late write of it cannot be ruled out",
                 len(whole.written),
             )
@@ -251,7 +254,7 @@ class Granted:
         if not whole.loud and whole.arrival.state is ArrivalState.QUARANTINED:
             whole.arrival.recovered()
             self._tally.recovered(len(whole.written))
-            key[0].log.bind(key=whole.arrival.key, pool=self._name).info(
+            self._log(part.offer).info(
                 "%d pages are back from quarantine: no late write can land any more", len(whole.written)
             )
 
@@ -301,6 +304,9 @@ class Granted:
             part.lease_timer = self._lease_timer(*key, self._lease_s)
         else:
             self._end_part(key, error, loud=part.reach is not Reach.FRAMES)
+
+    def _log(self, offer: GoodOffer) -> EngineLog:
+        return offer.link.log.bind(transfer=offer.transfer_id, key=offer.offer.key, pool=self._name)
 
     def _forget(self, key: tuple[Link, int]) -> None:
         self._parts.pop(key).lease_timer.cancel()

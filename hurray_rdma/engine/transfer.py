@@ -254,6 +254,7 @@ class Transfer(Exchange[Grant]):
         self._stats = self._collect()
         self._end(None)
         self._tally.sent(self._stats)
+        self._log.bind(key=self._key).debug("sent: %d pages by %s", self._stats.num_pages, self._stats.lane)
 
     def _end(self, error: BaseException | None) -> None:
         """The source's pages are the application's again."""
@@ -262,7 +263,7 @@ class Transfer(Exchange[Grant]):
         self._lease.release()
         self._lease = None
         if error is not None:
-            self._tally.failed(self._direction, error)
+            self._failed(error)
 
     def _collect(self) -> TransferStats:
         snapshot, spec, plan = self._snapshot, self._snapshot.pool.spec, self._plan
