@@ -24,6 +24,7 @@ DOCTOR_STEPS = 2
 _DEADLINE_S = 60.0
 _CASE = Case(page_nbytes=32768, num_pages=64, pattern=Pattern.RANDOM, seed=1)
 _SHARED_MEMORY = ("sysv", "posix", "sm", "shm", "all", "mm", "xpmem")
+_SLOW_LANES = ("tcp", "control channel")
 _CMA = ("cma", "sm", "shm", "all")
 
 
@@ -81,7 +82,7 @@ def _allocated(carried_by: str) -> Finding:
 def _callers(carried_by: str) -> Finding:
     what = "lane into memory of the caller's"
     lane = carried_by.partition(",")[0]
-    if "emulated" not in lane and lane != "tcp":
+    if "emulated" not in lane and lane not in _SLOW_LANES:
         return Finding(what, Verdict.OK, f"{carried_by}: one copy by the kernel or a device")
     if not _allows(_CMA):
         return Finding(what, Verdict.SLOW, f"{carried_by}: UCX_TLS has no cma", _chosen())

@@ -44,6 +44,8 @@ class Served:
     """Of the arrivals that were complete."""
     seconds: float
     """Since then."""
+    lanes: tuple[str, ...]
+    """What has carried pages so far: ``"sysv, mapped"``."""
 
 
 async def serve(
@@ -136,4 +138,5 @@ class _Taking:
 
     def _since(self, before: list[int], at: float) -> Served:
         done, failed, nbytes = (now - then for now, then in zip(self._counts, before, strict=True))
-        return Served(num_arrivals=done, num_failed=failed, nbytes=nbytes, seconds=time.monotonic() - at)
+        lanes = tuple(f"{each.lane}, {each.path}" for each in self._engine.stats().receive.lanes if each.nbytes)
+        return Served(num_arrivals=done, num_failed=failed, nbytes=nbytes, seconds=time.monotonic() - at, lanes=lanes)

@@ -56,4 +56,5 @@ def serve(
 
 def _line(served: Served) -> str:
     failed = f", {served.num_failed} failed" if served.num_failed else ""
-    return f"{served.num_arrivals:,} transfers{failed}, {served.nbytes / 2**20:,.1f} MiB in {served.seconds:.1f} s"
+    line = f"{served.num_arrivals:,} transfers{failed}, {served.nbytes / 2**20:,.1f} MiB in {served.seconds:.1f} s"
+    return line + (f", over {' and '.join(served.lanes)}" if served.lanes else "")

@@ -224,4 +224,6 @@ def test_two_machines(tmp_path: Path) -> None:
     assert {row.party for row in report.sweep} == {Party.HURRAY, Party.MEMCPY, Party.STREAM}
     # Of each case a first transfer and one a round; of the small ones a first, twenty to warm up, five a round.
     transfers, nbytes = 4 * 3 + 1 + 20 + 2 * 5, 4 * 3 * 2**20 + 31 * 32768
-    assert f"in all: {transfers} transfers, {nbytes / 2**20:,.1f} MiB" in printed
+    total = printed.splitlines()[-1]
+    assert total.startswith(f"in all: {transfers} transfers, {nbytes / 2**20:,.1f} MiB in ")
+    assert total.endswith(", mapped")

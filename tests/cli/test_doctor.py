@@ -76,6 +76,7 @@ def test_whether_ucx_tls_allows_cma(monkeypatch: pytest.MonkeyPatch, chosen: str
     lane = doctor._callers("tcp (emulated), put")
     assert lane.verdict is Verdict.SLOW
     assert ("UCX_TLS has no cma" not in lane.found) == allowed
+    assert doctor._callers("control channel, frames").verdict is Verdict.SLOW
     assert doctor._callers("cma, put").verdict is Verdict.OK
 
 
