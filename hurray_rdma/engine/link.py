@@ -41,10 +41,13 @@ class Link:
         self.peer: PeerInfo = channel.session.peer
         self.own_worker = own_worker
         self.log = EngineLog(_log, peer=self.peer.engine_name)
+        self.process_ended = False
+        """Whether its process is known to have ended."""
+        self._ended = ended
         self._watch: ProcessWatch | None = None
         if shares_memory:
             try:
-                self._watch = ProcessWatch(self.peer.process_id, lambda: ended(self))
+                self._watch = ProcessWatch(self.peer.process_id, self._process_ended)
             except ValueError as error:
                 self.log.warning("pages that this peer leaves behind will stay in quarantine: %s", error)
 
@@ -52,6 +55,10 @@ class Link:
     def now(self) -> float:
         """The time on the session's clock, seconds."""
         return asyncio.get_running_loop().time()
+
+    def _process_ended(self) -> None:
+        self.process_ended = True
+        self._ended(self)
 
     def close(self) -> None:
         """Stops watching the peer's process. Idempotent."""

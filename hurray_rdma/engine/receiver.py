@@ -97,6 +97,8 @@ class Receiver:
         self._tally = tally
         self._waiting = WaitingOffers(self._too_late)
         self._holding = False
+        self._settling = asyncio.Lock()
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         pool.allocator.watch(self._pages_freed)
 
@@ -107,7 +109,7 @@ class Receiver:
 
     def announce(self, link: Link, *, removed: bool = False) -> None:
         """Tells a sender of the pool, or of its end, if the pool is meant for it."""
-        if link.peer.tenant != self.tenant or link.session.is_closed or self.pool.closed:
+        if link.peer.tenant != self.tenant or link.session.is_closed or self.pool.closed or self._closed:
             return
         pool = announcement(
             self.pool, pool_id=self.pool_id, generation=self.generation, name=self.name, removed=removed
@@ -165,19 +167,21 @@ class Receiver:
         Raises:
             DeadlineExceededError: something still is, and grants go on.
         """
-        self._holding = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self.granted.wait_idle()
-        except BaseException as error:
-            self.resume()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceededError(
-                    f"{len(self.granted)} transfers into pool {self.name!r} are under way",
-                    field="timeout_s",
-                    value=timeout_s,
-                ) from None
-            raise
+                await self._settling.acquire()
+                self._holding = True
+                try:
+                    await self.granted.wait_idle()
+                except BaseException:
+                    self.resume()
+                    raise
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{len(self.granted)} transfers into pool {self.name!r} are under way",
+                field="timeout_s",
+                value=timeout_s,
+            ) from None
 
     def renewed(self, links: Iterable[Link]) -> None:
         """The pool has been registered anew: what peers had of it is void, and they are told of the new one."""
@@ -190,13 +194,14 @@ class Receiver:
         self.granted.renewed()
 
     def resume(self) -> None:
-        """Grants again."""
-        self._holding = False
+        """Grants again, unless closed meanwhile."""
+        self._holding = self._closed
+        self._settling.release()
         self._grant_in_order()
 
     def close(self, reason: str = "the engine closed") -> None:
         """Takes no more offers, and ends what is not complete. Idempotent."""
-        self._holding = True
+        self._holding = self._closed = True
         self.pool.allocator.unwatch(self._pages_freed)
         for waiting in self._waiting.remove_all():
             self._refuse(*waiting.key, TransferAbortedError(reason))

@@ -15,6 +15,7 @@ from hurray_rdma.control import (
     Fetched,
     Listener,
     Offered,
+    Pool,
     ServerSession,
     SessionClosed,
     SessionConfig,
@@ -171,17 +172,21 @@ class Reception:
         Raises:
             ConfigError: the name or the token is taken.
         """
-        if name in self._receivers or (not name and self._num_pools):
-            raise ConfigError(f"must be none of {sorted(self._receivers)}, and not empty", field="name", value=name)
+        taken = [each or "default" for each in self._receivers]  # as stats call them
+        if name in taken or (not name and self._num_pools):
+            raise ConfigError(f"must be none of {sorted(taken)}, and not empty", field="name", value=name)
+        Pool(pool_id=self._num_pools, generation=1, name=name, removed=True)  # its rule for names
+        # Not its name: who connected with the token of a pool that was removed has nothing in a later one of that name.
+        tenant = f"pool {self._num_pools}" if token is not None else ""
         if token is not None:
             if not token or token == self._token or token in self._tenants.values():
                 raise ConfigError(f"pool {name!r} needs a token that no other pool and not the engine has")
-            self._tenants[name] = token
+            self._tenants[tenant] = token
         receiver = Receiver(
             pool,
             pool_id=self._num_pools,
             name=name,
-            tenant=name if token is not None else "",
+            tenant=tenant,
             arrivals=self._arrivals,
             lease_s=self._lease_s,
             timeout_s=self._timeout_s,
@@ -200,7 +205,7 @@ class Reception:
         """
         receiver = self._named(name)
         del self._receivers[name]
-        self._tenants.pop(name, None)
+        self._tenants.pop(receiver.tenant, None)
         for link in self._links:
             receiver.announce(link, removed=True)
         receiver.close("the pool was removed")
@@ -216,10 +221,15 @@ class Reception:
         """
         receiver = self._named(name)
         await receiver.settle(timeout_s)
+        # Nobody may be granted pages before it is over, also when the caller is cancelled.
+        await asyncio.shield(self._start(self._renew(receiver)))
+
+    async def _renew(self, receiver: Receiver) -> None:
         try:
             self.publishing.revoke(receiver.pool, StaleGenerationError("the pool is being registered anew"))
             await asyncio.to_thread(receiver.pool.renew)
             receiver.renewed(self._links)
+            self._look_owing()
         finally:
             receiver.resume()
 
@@ -324,6 +334,8 @@ class Reception:
             self._start(self._close_worker(link, link.own_worker))
         elif self._owes(link):
             self._owing.add(link)
+            if link.process_ended:  # which may be known before the end of its connection is
+                self._process_ended(link)
         else:
             link.close()
 
@@ -343,13 +355,19 @@ class Reception:
     def _silenced(self, link: Link, reaches: set[Reach]) -> None:
         for receiver in self._all():
             receiver.granted.silenced(link, reaches)
-        if not self._owes(link):
-            self._owing.discard(link)
+        self._look_owing()
+
+    def _look_owing(self) -> None:
+        """Who owes nothing any more need not be watched."""
+        for link in [link for link in self._owing if not self._owes(link)]:
+            self._owing.remove(link)
+            link.close()
 
     def _owes(self, link: Link) -> bool:
         return any(receiver.granted.owed_by(link) for receiver in self._all())
 
-    def _start(self, ending: Coroutine[None, None, None]) -> None:
+    def _start(self, ending: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(ending)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
+        return task

@@ -18,21 +18,11 @@ import pytest
 
 from hurray_rdma import CacheSpec, DeadlineExceededError, Engine, LeaseExpiredError, PagePool, ProtocolError, Snapshot
 from hurray_rdma.cache import snapshot_keys
-from hurray_rdma.control import (
-    AbortRequested,
-    Acknowledged,
-    Channel,
-    ClientSession,
-    Event,
-    Granted,
-    Offer,
-    SessionConfig,
-    open_channel,
-)
-from hurray_rdma.format import Dialect
+from hurray_rdma.control import AbortRequested, Acknowledged, Granted
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, default_context
 from tests.engine import test_unlike as unlike
+from tests.engine.hands import Hand, shaken
 from tests.hazards.scenes import counts, digest, run, settled, stopped
 
 SPEC, INT8, MLA = unlike.SPEC, unlike.INT8, unlike.MLA
@@ -324,75 +314,20 @@ def test_a_sender_lost_between_frames_leaves_free_pages(number: signal.Signals) 
     run(job())
 
 
-# A client that is driven by hand.
-
-
-class Hand:
-    """A session of the connecting side, its events, and its answer to ABORT."""
-
-    def __init__(self, *, says_quiet: bool) -> None:
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.channel: Channel | None = None
-        self._says_quiet = says_quiet
-
-    @property
-    def session(self) -> ClientSession:
-        assert self.channel is not None
-        assert isinstance(self.channel.session, ClientSession)
-        return self.channel.session
-
-    def hear(self, event: Event) -> None:
-        self.events.put_nowait(event)
-        if isinstance(event, AbortRequested) and self._says_quiet:
-            self.session.quiet(event.transfer_id, now=asyncio.get_running_loop().time())
-
-    async def expect(self, kind: type[Event]) -> Any:
-        async with asyncio.timeout(10):
-            while not isinstance(event := await self.events.get(), kind):
-                pass
-        return event
-
-    def do(self, name: str, *args: Any, **more: Any) -> Any:
-        assert self.channel is not None
-        result = getattr(self.session, name)(*args, now=self.channel.now, **more)
-        self.channel.notify()
-        return result
-
-    def offer(self, snapshot: Snapshot, *, path: str) -> int:
-        offer = Offer(
-            key="by hand",
-            pool_id=0,
-            generation=1,
-            descriptors=snapshot.encode_descriptors(dialect=Dialect.ADR_024),
-            block_table=snapshot.block_table,
-            seq_ptr=snapshot.seq_ptr,
-            seq_lens=snapshot.seq_lens,
-            total_heads=snapshot.pool.spec.heads_of_model,
-            deadline_s=10,
-            lane="tcp",
-            path=path,
-        )
-        return int(self.do("offer", offer, timeout_s=10))
-
-
 @asynccontextmanager
 async def hand_and_engine(
     pool: PagePool, *, says_quiet: bool = True, lease_s: float = 5
 ) -> AsyncIterator[tuple[Hand, Engine]]:
-    async with Engine(pool, listen="127.0.0.1:0", timeout_s=10, lease_s=lease_s) as engine:
-        host, port = engine.address.split(":")
-        hand = Hand(says_quiet=says_quiet)
-        config = SessionConfig(engine_name="hand", host_id=b"elsewhere", worker_address=b"")
-        hand.channel = await open_channel(host, int(port), config, timeout_s=5, on_event=hand.hear)
-        try:
-            yield hand, engine
-            async with Engine(pool) as other, other.connect(engine.address, timeout_s=5) as peer:
-                await peer.send(Snapshot.from_block_tables(pool, [[1]], seq_lens=[4]), key="neighbour")
-                neighbour = await anext(engine.arrivals())
-                await neighbour.snapshot()
-                neighbour.release()
-        finally:
-            await hand.channel.close()
+    async with (
+        Engine(pool, listen="127.0.0.1:0", timeout_s=10, lease_s=lease_s) as engine,
+        shaken(engine.address, says_quiet=says_quiet) as hand,
+    ):
+        yield hand, engine
+        async with Engine(pool) as other, other.connect(engine.address, timeout_s=5) as peer:
+            await peer.send(Snapshot.from_block_tables(pool, [[1]], seq_lens=[4]), key="neighbour")
+            neighbour = await anext(engine.arrivals())
+            await neighbour.snapshot()
+            neighbour.release()
 
 
 NBYTES = 9 * SPEC.page_nbytes  # of one descriptor of TABLES
