@@ -11,7 +11,7 @@ Bottom up: `case` (which pages), `measured` (numbers), `yardsticks`, `sending` a
 from hurray_rdma.bench.config import BenchConfig, load_config
 from hurray_rdma.bench.page import check_report_folder, write_page
 from hurray_rdma.bench.remote import num_remote_steps, run_remote
-from hurray_rdma.bench.results import BenchReport, write_json
+from hurray_rdma.bench.results import BenchReport
 from hurray_rdma.bench.run import num_steps, run_bench
 from hurray_rdma.bench.serve import Served, Serving, serve
 
@@ -27,6 +27,5 @@ __all__ = [
     "run_bench",
     "run_remote",
     "serve",
-    "write_json",
     "write_page",
 ]

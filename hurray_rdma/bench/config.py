@@ -5,8 +5,6 @@ Knows names, types and ranges of settings; knows nothing of what they do. A sect
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +13,7 @@ import msgspec
 
 import hurray_rdma
 from hurray_rdma.bench.case import Pattern
+from hurray_rdma.demo.config import named, read_toml
 from hurray_rdma.errors import ConfigError
 
 __all__ = [
@@ -156,12 +155,12 @@ def load_config(source: str, *, overrides: Mapping[str, Any] | None = None) -> B
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range.
     """
-    tables = _read(_shipped(source) or Path(source))
+    tables = read_toml(_shipped(source) or Path(source))
     tables["run"] = {**tables.get("run", {}), **{k: v for k, v in (overrides or {}).items() if v is not None}}
     try:
         config = msgspec.convert(tables, BenchConfig)
     except msgspec.ValidationError as error:
-        raise _named(error, tables) from error
+        raise named(error, tables, what="the benchmark") from error
     for name in config.run.peers:
         if name not in _peer_names():
             raise ConfigError(f"must be one of {', '.join(_peer_names())}", field="run.peers", value=name)
@@ -179,26 +178,3 @@ def _shipped(name: str) -> Path | None:
         if path.is_file():
             return path
     return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", field="config", value=str(path)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is not TOML: {error}", field="config", value=str(path)) from error
-
-
-def _named(error: msgspec.ValidationError, tables: Mapping[str, Any]) -> ConfigError:
-    """msgspec says the rule and the place (``$.sweep[...].lane``); the value is looked up there."""
-    rule, _, place = str(error).partition(" - at `$.")
-    field = place.rstrip("`")
-    unknown = re.search(r"unknown field `(.+)`", rule)
-    if unknown:
-        field = f"{field}.{unknown[1]}".lstrip(".")
-        rule = "is no setting of the benchmark"
-    value: Any = tables
-    for key in field.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return ConfigError(rule, field=field, value=value)

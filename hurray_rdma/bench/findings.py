@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from hurray_rdma.bench.machine import MachineFacts
-from hurray_rdma.errors import ConfigError
+from hurray_rdma.demo.report import write_json
 
 __all__ = ["Diagnosis", "Finding", "Verdict", "write_diagnosis"]
 
@@ -52,13 +52,9 @@ class Diagnosis:
 
 
 def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
-    """Writes the same as JSON.
+    """Writes the same as JSON, with the verdict on the whole.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    told = {"well": diagnosis.well, **msgspec.to_builtins(diagnosis)}
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", field="--json", value=str(path)) from error
+    write_json({"well": diagnosis.well, **msgspec.to_builtins(diagnosis)}, path)

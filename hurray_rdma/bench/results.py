@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from hurray_rdma.bench.case import Case, Pattern
 from hurray_rdma.bench.machine import MachineFacts
 from hurray_rdma.bench.measured import Measured, Stat
 from hurray_rdma.bench.messages import Party
-from hurray_rdma.errors import ConfigError
 
 __all__ = [
     "BenchReport",
@@ -34,7 +31,6 @@ __all__ = [
     "SweepRow",
     "latency_row",
     "sweep_rows",
-    "write_json",
 ]
 
 _GIB = 2**30
@@ -266,15 +262,3 @@ def _cpu_us(measured: Sequence[Measured]) -> float | None:
     seconds = [each.cpu_s for each in measured]
     known = [each for each in seconds if each is not None]
     return sum(known) / sum(len(m.seconds) for m in measured) * 1e6 if len(known) == len(seconds) else None
-
-
-def write_json(report: BenchReport, path: Path) -> None:
-    """Writes a report as JSON: the fields of `BenchReport`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", field="--json", value=str(path)) from error

@@ -47,7 +47,7 @@ def bench(
     """Measure the engine beside memcpy, the kernel's ways and other engines, in turns, on this machine."""
     from hurray_rdma import bench as room  # noqa: PLC0415 - loads UCX
     from hurray_rdma.bench.table import print_report  # noqa: PLC0415
-    from hurray_rdma.demo.report import check_json_path  # noqa: PLC0415
+    from hurray_rdma.demo.report import check_json_path, write_json  # noqa: PLC0415
 
     if token_file is not None and connect is None:
         raise ConfigError(
@@ -77,7 +77,7 @@ def bench(
         console = Console(width=_PIPED_WIDTH)
     print_report(told, console=console)
     if json is not None:
-        room.write_json(told, json)
+        write_json(told, json)
     if report is not None:
         console.print(f"The page: {room.write_page(told, report)}", highlight=False)
 

@@ -16,7 +16,17 @@ import msgspec
 import hurray_rdma
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["BatchConfig", "CacheConfig", "DemoConfig", "LlmConfig", "RunConfig", "default_path", "load_config"]
+__all__ = [
+    "BatchConfig",
+    "CacheConfig",
+    "DemoConfig",
+    "LlmConfig",
+    "RunConfig",
+    "default_path",
+    "load_config",
+    "named",
+    "read_toml",
+]
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Table of the file -> key -> value."""
@@ -114,8 +124,8 @@ def load_config(path: Path | None = None, *, overrides: Settings | None = None) 
     Raises:
         ConfigError: a file cannot be read, or a setting is unknown, of the wrong type or out of range.
     """
-    merged = _read(default_path())
-    layers: list[Settings] = [] if path is None else [_read(path)]
+    merged = read_toml(default_path())
+    layers: list[Settings] = [] if path is None else [read_toml(path)]
     layers.append(
         {table: {k: v for k, v in keys.items() if v is not None} for table, keys in (overrides or {}).items()}
     )
@@ -127,12 +137,17 @@ def load_config(path: Path | None = None, *, overrides: Settings | None = None) 
     try:
         config = msgspec.convert(merged, DemoConfig)
     except msgspec.ValidationError as error:
-        raise _named(error, merged) from error
+        raise named(error, merged, what="the demo") from error
     _check_batch(config)
     return config
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -141,14 +156,20 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"is not TOML: {error}", field="config", value=str(path)) from error
 
 
-def _named(error: msgspec.ValidationError, merged: Mapping[str, Any]) -> ConfigError:
-    """msgspec says the rule and the place; the value is looked up there."""
+def named(error: msgspec.ValidationError, merged: Mapping[str, Any], *, what: str) -> ConfigError:
+    """The error of a setting, with its name and value. msgspec says the rule and the place; the value is found there.
+
+    Args:
+        error: as msgspec raised it.
+        merged: what was converted.
+        what: that has the settings, for the message.
+    """
     rule, _, place = str(error).partition(" - at `$.")
     field = place.rstrip("`")
     unknown = re.search(r"unknown field `(.+)`", rule)
     if unknown:
         field = f"{field}.{unknown[1]}".lstrip(".")
-        rule = "is no setting of the demo"
+        rule = f"is no setting of {what}"
     value: Any = merged
     for key in field.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -227,8 +227,8 @@ def check_json_path(path: Path | None) -> None:
         raise ConfigError("must be a file in a folder that exists", field="--json", value=str(path))
 
 
-def write_json(report: DemoReport | LlmReport, path: Path) -> None:
-    """Writes the same facts as JSON.
+def write_json(report: object, path: Path) -> None:
+    """Writes the facts of a report, a dataclass, as JSON.
 
     Raises:
         ConfigError: the file cannot be written.

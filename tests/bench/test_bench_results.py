@@ -12,7 +12,8 @@ from hurray_rdma.bench.case import Case, Pattern
 from hurray_rdma.bench.machine import machine_facts
 from hurray_rdma.bench.measured import Measured, Stat
 from hurray_rdma.bench.messages import Party
-from hurray_rdma.bench.results import BenchReport, latency_row, sweep_rows, write_json
+from hurray_rdma.bench.results import BenchReport, latency_row, sweep_rows
+from hurray_rdma.demo.report import write_json
 
 # 256 pages of 1 MiB: a quarter of a GiB.
 CASE = Case(page_nbytes=2**20, num_pages=256, pattern=Pattern.RANDOM, seed=1)
