@@ -13,9 +13,10 @@ from hurray_rdma import CacheSpec, PagePool, Snapshot
 from hurray_rdma.testing.chaos import ChaosProxy
 from hurray_rdma.testing.chaos.guard import Guard
 from hurray_rdma.testing.chaos.judge import judge
+from hurray_rdma.testing.chaos.kinds import KINDS
 from hurray_rdma.testing.chaos.leftovers import leftovers
 from hurray_rdma.testing.chaos.recipe import Recipe, mismatch, paint, raw, shape_of
-from hurray_rdma.testing.chaos.schedule import KINDS, Blow, Episode, draw_scene
+from hurray_rdma.testing.chaos.schedule import Blow, Episode, draw_scene
 from hurray_rdma.testing.chaos.seats import ReceiverSeat, SceneFailedError, SenderSeat
 from hurray_rdma.testing.chaos.words import Received, ReceiverSettings, Send, SenderSettings, Sent
 

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hurray_rdma.testing.chaos.faults import Action
+from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES
 from hurray_rdma.testing.chaos.results import EpisodeResult
 from hurray_rdma.testing.chaos.run import ChaosReport, Tally, run_chaos
-from hurray_rdma.testing.chaos.schedule import BLOWS, MESSAGES
 
 _LOG_LINES = 60
 

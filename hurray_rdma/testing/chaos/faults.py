@@ -6,6 +6,7 @@ one connection: frames in, steps out, and the proxy does what the steps say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -58,6 +59,8 @@ class Rule:
     """For DELAY and STALL."""
     keep_nbytes: int = 0
     """For TRUNCATE and CUT: bytes of the message that still come; it always loses one at least."""
+    on_fired: Callable[[], None] | None = None
+    """Called when its message comes by."""
     num_seen: int = field(default=0, init=False)
     """Messages of the kind and direction so far."""
 
@@ -76,7 +79,11 @@ class Rule:
         if self.fired or direction is not self.direction or frame.kind != self.kind:
             return False
         self.num_seen += 1
-        return self.fired
+        if self.num_seen < self.nth:
+            return False
+        if self.on_fired is not None:
+            self.on_fired()
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -19,10 +21,10 @@ def leftovers(pids: Collection[int], addresses: Collection[str], folder: Path) -
         folder: where they ran; what their engine put there is left, their ``stderr`` is not.
     """
     left = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
-    ports = {f"{int(address.rpartition(':')[2]):04X}" for address in addresses}
+    ours = {_as_in_proc(address) for address in addresses}
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, remote, state, *_ = line.split()
-        if state != _TIME_WAIT and {local.rpartition(":")[2], remote.rpartition(":")[2]} & ports:
+        if state != _TIME_WAIT and {local, remote} & ours:
             left.append(f"socket {local} to {remote} in state {state}")
     for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
         _, segment, _, _, creator, *_ = line.split()
@@ -31,3 +33,8 @@ def leftovers(pids: Collection[int], addresses: Collection[str], folder: Path) -
     left += [f"file {path}" for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in pids)]
     left += [f"file {path}" for path in folder.rglob("*") if path.is_file() and path.name != "stderr"]
     return left
+
+
+def _as_in_proc(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{int(port):04X}"

@@ -38,7 +38,7 @@ from hurray_rdma.testing.chaos.words import (
 
 __all__ = ["ReceiverChild"]
 
-_PATROL_S = 0.1
+_PATROL_S = {"small": 0.1, "large": 0.5}
 
 
 class ReceiverChild(ChaosChild):
@@ -130,7 +130,7 @@ class ReceiverChild(ChaosChild):
     async def _patrol(self) -> None:
         while True:
             self._look()
-            await asyncio.sleep(_PATROL_S)
+            await asyncio.sleep(_PATROL_S[self._settings.size])
 
     def _look(self) -> None:
         self._guard.check()

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hurray_rdma.testing.chaos.kinds import KINDS
 from hurray_rdma.testing.chaos.results import EpisodeResult, SceneResult
 from hurray_rdma.testing.chaos.scene import play_scene
-from hurray_rdma.testing.chaos.schedule import KINDS, draw_scene
+from hurray_rdma.testing.chaos.schedule import draw_scene
 
 __all__ = ["ChaosReport", "Tally", "run_chaos"]
 

@@ -12,10 +12,11 @@ from typing import Literal
 
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
+from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES
 from hurray_rdma.testing.chaos.recipe import Receipt, Recipe
 from hurray_rdma.testing.chaos.words import How, Lane, Send, Size
 
-__all__ = ["KINDS", "MESSAGES", "Blow", "Cast", "Episode", "ScenePlan", "Spoil", "draw_scene"]
+__all__ = ["LEASE_S", "PEER_S", "SEND_S", "TIMEOUT_S", "Blow", "Cast", "Episode", "ScenePlan", "Spoil", "draw_scene"]
 
 LEASE_S = 1.5
 """Leases of every engine in a scene."""
@@ -25,65 +26,6 @@ TIMEOUT_S = 3.0
 """Budget of an engine's connects and waits."""
 SEND_S = 2.0
 """Budget of each send."""
-
-Carrier = Literal["send", "fetch", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
-"""What makes a message of some kind come by."""
-
-_C, _S = Direction.TO_CLIENT, Direction.TO_SERVER
-MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
-    (_S, MessageType.CLIENT_HELLO): "connect",
-    (_C, MessageType.SERVER_HELLO): "connect",
-    (_S, MessageType.SESSION): "connect",
-    (_C, MessageType.SESSION): "connect",
-    (_C, MessageType.POOL): "connect",
-    (_S, MessageType.OFFER): "send",
-    (_C, MessageType.GRANT): "send",
-    (_S, MessageType.TENSOR_DATA): "send",
-    (_S, MessageType.TENSOR_DATA_END): "send",
-    (_C, MessageType.TENSOR_PUT_ACK): "send",
-    (_S, MessageType.ABORT): "sender aborts",
-    (_C, MessageType.ABORT): "receiver aborts",
-    (_S, MessageType.QUIET): "sender aborts",
-    (_C, MessageType.ERROR): "too large",
-    (_S, MessageType.FETCH): "fetch",
-    (_C, MessageType.PUBLISHED): "fetch",
-    (_S, MessageType.PING): "slow",
-    (_C, MessageType.PING): "slow",
-    (_S, MessageType.PONG): "slow",
-    (_C, MessageType.PONG): "slow",
-}
-"""Every message that passes in a session, and what brings it about; TENSOR_DATA in scenes of the lane "frames" only."""
-
-BLOWS: dict[str, float] = {
-    "SIGKILL of a sender": 0.5,
-    "SIGKILL of a receiver": 0.5,
-    "SIGSTOP of a sender, short": 2,
-    "SIGSTOP of a sender, beyond its lease": 1,
-    "SIGSTOP of a receiver, short": 2,
-    "SIGSTOP of a receiver, beyond leases": 1,
-    "SIGSTOP of a sender, beyond the session": 0.2,
-    "SIGSTOP of a receiver, beyond the session": 0.2,
-    "a sender's engine closes": 2,
-    "a receiver's engine closes": 1,
-    "abort by the sender before the grant": 2,
-    "abort by the sender between layers": 2,
-    "abort by the sender after the last layer": 2,
-    "a send is cancelled": 2,
-    "abort by the receiver at once": 2,
-    "abort by the receiver after a layer": 2,
-    "more senders than pages": 3,
-    "late release": 2,
-    "the pool is registered anew": 2,
-    "an offer that never fits": 1,
-    "the connection is cut": 2,
-}
-"""Faults that are not of one message, and how often each is drawn."""
-
-KINDS: tuple[str, ...] = (
-    *(f"{action.value} {kind.name} {direction.value}" for direction, kind in MESSAGES for action in Action),
-    *BLOWS,
-)
-"""Every kind of fault."""
 
 _SPOILED_SHARE = 0.6
 
@@ -115,12 +57,13 @@ class Spoil:
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """What happens to a process, ``after_s`` seconds after the sends began."""
+    """What happens to a process, ``after_s`` seconds after the sends began, or after the struck sender has a grant."""
 
     what: Literal["kill", "stop", "reopen", "reregister", "cut"]
     whom: Literal["sender", "receiver"]
     after_s: float
     for_s: float = 0.0
+    on_grant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +186,8 @@ class _Drawer:
         return Episode(label, struck, ((struck, send),), spoil=spoil, cut_before=carrier == "connect")
 
     def _blown(self, kind: str, struck: int) -> Episode:
-        dice, whom = self._dice, "receiver" if "receiver" in kind else "sender"
+        dice = self._dice
+        whom: Literal["sender", "receiver"] = "receiver" if "receiver" in kind else "sender"
         sends: list[tuple[int, Send]] = []
         blow, all_succeed = None, False
         if kind.startswith("SIG") or "closes" in kind or "cut" in kind:
@@ -255,8 +199,15 @@ class _Drawer:
                     dice.uniform(LEASE_S + 0.2, 2 * LEASE_S + 0.5) if "beyond" in kind else dice.uniform(0, 0.4), 3
                 )
             )
-            after_s = round(dice.choice((0.0, dice.uniform(0, 0.005), dice.uniform(0, 0.05))), 5)
-            blow = Blow("cut" if "cut" in kind else what, whom, after_s, for_s if what == "stop" else 0.0)  # type: ignore[arg-type]
+            on_grant = dice.random() < 0.6
+            after_s = round(dice.uniform(0, 0.005) if on_grant else dice.choice((0.0, dice.uniform(0, 0.05))), 5)
+            blow = Blow(
+                "cut" if "cut" in kind else what,  # type: ignore[arg-type]
+                whom,
+                after_s,
+                for_s if what == "stop" else 0.0,
+                on_grant,
+            )
             for sender in range(self._cast.num_senders):
                 how: How = dice.choice(("whole", "layers", "layers", "fetch"))
                 pause_s = dice.choice((0.0, 0.002, 0.02))
