@@ -1,0 +1,55 @@
+"""A snapshot that arrives, for receivers that wait in threads."""
+
+from __future__ import annotations
+
+from hurray_rdma.cache import Snapshot
+from hurray_rdma.engine import arrival as asynchronous
+from hurray_rdma.engine.arrival import ArrivalState
+from hurray_rdma.engine.sync.thread import EngineThread, on_loop
+
+__all__ = ["Arrival"]
+
+
+class Arrival:
+    """`hurray_rdma.Arrival` for callers without asyncio; any thread may call its methods."""
+
+    def __init__(self, arrival: asynchronous.Arrival, thread: EngineThread) -> None:
+        self._arrival = arrival
+        self._thread = thread
+        self.key = arrival.key
+        """As of `hurray_rdma.Arrival.key`."""
+        self.group = arrival.group
+        """As of `hurray_rdma.Arrival.group`."""
+        self.sender = arrival.sender
+        """As of `hurray_rdma.Arrival.sender`."""
+        self.lane = arrival.lane
+        """As of `hurray_rdma.Arrival.lane`."""
+        self.path = arrival.path
+        """As of `hurray_rdma.Arrival.path`."""
+        self.block_table = arrival.block_table
+        """As of `hurray_rdma.Arrival.block_table`."""
+
+    @property
+    def state(self) -> ArrivalState:
+        """What became of the pages, at this moment."""
+        return self._arrival.state
+
+    def wait_layer(self, layer: int, *, timeout_s: float | None = None) -> None:
+        """As of `hurray_rdma.Arrival.wait_layer`."""
+        self._thread.run(self._arrival.wait_layer(layer, timeout_s=timeout_s))
+
+    def snapshot(self, *, timeout_s: float | None = None) -> Snapshot:
+        """As of `hurray_rdma.Arrival.snapshot`."""
+        return self._thread.run(self._arrival.snapshot(timeout_s=timeout_s))
+
+    def release(self) -> None:
+        """As of `hurray_rdma.Arrival.release`; also when the engine is closed."""
+        if not self._thread.end(on_loop(self._arrival.release)):
+            self._arrival.release()
+
+    def abort(self, reason: str = "the receiver does not want it any more") -> None:
+        """As of `hurray_rdma.Arrival.abort`."""
+        self._thread.end(on_loop(self._arrival.abort, reason))
+
+    def __repr__(self) -> str:
+        return repr(self._arrival)
