@@ -54,9 +54,9 @@ Size = Literal["small", "large"]
 
 SIZES: dict[Size, CacheSpec] = {
     "small": CacheSpec(num_layers=3, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16"),
-    "large": CacheSpec(num_layers=3, num_heads=8, head_dim=128, page_size=128, dtype="bfloat16"),
+    "large": CacheSpec(num_layers=3, num_heads=8, head_dim=128, page_size=64, dtype="bfloat16"),
 }
-"""Pages of 128 bytes, gone before a fault can hit them, and of 256 KiB, which take their time."""
+"""Pages of 128 bytes, gone before a fault can hit them, and of 128 KiB, which take their time."""
 
 How = Literal[
     "whole",
