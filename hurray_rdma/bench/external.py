@@ -28,7 +28,11 @@ __all__ = ["INSTALL", "External", "PeerFailedError", "find_python"]
 
 KINDS = {Party.NIXL: "nixl", Party.NIXL_DEFAULT: "nixl", Party.MOONCAKE: "mooncake"}
 MODULES = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
-INSTALL = "scripts/bench-peers makes their environments (or name one: --peer-python {kind}=PYTHON)"
+INSTALL = {
+    kind: f"Run scripts/bench-peers {kind}, or name the Python of an environment with {package} and numpy: "
+    f"--peer-python {kind}=PYTHON"
+    for kind, package in (("nixl", "nixl-cu12"), ("mooncake", "mooncake-transfer-engine-non-cuda"))
+}
 
 _TIMEOUT_S = 90.0
 _POLL_S = 2e-5

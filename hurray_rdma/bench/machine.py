@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["MachineFacts", "choose_cores", "machine_facts", "read_text"]
+__all__ = ["MachineFacts", "choose_cores", "machine_facts", "read_text", "spare_core"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,12 @@ def choose_cores() -> tuple[int, int] | None:
     """Cores for the sending and the receiving process; None if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     return (cores[0], cores[1]) if len(cores) >= 2 else None
+
+
+def spare_core() -> int | None:
+    """A core for somebody else than the two processes: the third, or the receiver's where there are two."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[min(2, len(cores) - 1)] if len(cores) >= 2 else None
 
 
 def read_text(path: str | Path) -> str:

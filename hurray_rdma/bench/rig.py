@@ -87,7 +87,7 @@ class Rig:
     def _start(self, party: Party) -> None:
         kind, python = KINDS[party], self._pythons[KINDS[party]]
         if python is None:
-            self._skip(party, f"{kind} is not installed", INSTALL.format(kind=kind))
+            self._skip(party, f"{kind} is not installed", INSTALL[kind])
             return
         if party is Party.MOONCAKE and self.lane not in ("", "tcp"):
             self._skip(party, "it does not use UCX: compare with its tcp on the default lane", "")

@@ -21,6 +21,7 @@ from hurray_rdma.bench.config import (
     SweepConfig,
 )
 from hurray_rdma.bench.layers import unit_seconds
+from hurray_rdma.bench.machine import spare_core
 from hurray_rdma.bench.measured import Measured, Stat, cpu_seconds
 from hurray_rdma.bench.messages import Arrived, Party, RanLayers, RunLayers
 from hurray_rdma.bench.results import (
@@ -214,7 +215,7 @@ def idle(rig: Rig, config: IdleConfig, run: RunConfig, step: Step) -> IdleRow:
 def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> OverlapRow:
     """Computing alone, sending alone, and both together, in turns."""
     step(f"{config.num_layers} layers of {config.layer_mib} MiB beside computing")
-    core = rig.cores[1] if rig.cores is not None else None
+    core = spare_core()
     case = Case(
         page_nbytes=config.page_nbytes,
         num_pages=config.layer_mib * _MIB // config.page_nbytes,
@@ -226,7 +227,7 @@ def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> Over
     rig.open(case, only=_ENGINE)
     send = RunLayers(work=0, transfer=True, core=core)
     layer_s = min(_seconds(rig.pair.measure_layers(send)[0]) for _ in range(3)) / config.num_layers
-    work = max(1, round(config.compute_ratio * layer_s / unit_seconds(None)))
+    work = max(1, round(config.compute_ratio * layer_s / unit_seconds()))
     compute = RunLayers(work=work, transfer=False, core=core)
     both = RunLayers(work=work, transfer=True, core=core)
     compute_s, transfer_s = [], []
