@@ -31,9 +31,10 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_quickstart_runs_as_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sender", ["prefill.py", "prefill_sync.py"])
+def test_quickstart_runs_as_printed(tmp_path: Path, sender: str) -> None:
     address = f"127.0.0.1:{port()}"
-    for name in ("decode.py", "prefill.py"):
+    for name in ("decode.py", sender):
         (tmp_path / name).write_text(example(name).replace("127.0.0.1:7400", address))
     decode = subprocess.Popen(
         [sys.executable, tmp_path / "decode.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -42,7 +43,7 @@ def test_quickstart_runs_as_printed(tmp_path: Path) -> None:
         assert decode.stdout is not None
         assert decode.stdout.readline() == f"listening on {address}\n"
         prefill = subprocess.run(
-            [sys.executable, tmp_path / "prefill.py"], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, tmp_path / sender], capture_output=True, text=True, timeout=60, check=False
         )
         out, err = decode.communicate(timeout=30)
     finally:

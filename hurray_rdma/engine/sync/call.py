@@ -41,7 +41,7 @@ class Call(Future[T]):
         """It did not begin: the engine had ended, or was ending."""
         self.task: asyncio.Task[T] | None = None
         self._coroutine = coroutine
-        self._loop = loop
+        self.loop = loop
         self._closed = closed
         self._unwanted = False
 
@@ -52,7 +52,7 @@ class Call(Future[T]):
         """
         if not self.done():
             with contextlib.suppress(RuntimeError):  # the loop is closed: it is about to be refused
-                self._loop.call_soon_threadsafe(self._cancel)
+                self.loop.call_soon_threadsafe(self._cancel)
         return not self.done() or self.cancelled()
 
     def running(self) -> bool:
@@ -63,7 +63,7 @@ class Call(Future[T]):
 
     def begin(self) -> asyncio.Task[T]:
         """Runs it."""
-        self.task = self._loop.create_task(self._coroutine)
+        self.task = self.loop.create_task(self._coroutine)
         self.task.add_done_callback(self._settle)
         return self.task
 
@@ -74,9 +74,12 @@ class Call(Future[T]):
         self.set_exception(self._closed())
 
     def _cancel(self) -> None:
-        if self.task is not None and not self.task.done():
-            self._unwanted = True
+        if self.task is not None:
+            self._unwanted = not self.task.done()
             self.task.cancel()
+        elif not self.done():  # whoever was to post it was interrupted before
+            self._coroutine.close()
+            self._set_cancelled()
 
     def _settle(self, task: asyncio.Task[T]) -> None:
         if not task.cancelled():
@@ -86,7 +89,10 @@ class Call(Future[T]):
             else:
                 self.set_result(task.result())
         elif self._unwanted:
-            super().cancel()
-            self.set_running_or_notify_cancel()
+            self._set_cancelled()
         else:
             self.set_exception(self._closed())
+
+    def _set_cancelled(self) -> None:
+        super().cancel()
+        self.set_running_or_notify_cancel()

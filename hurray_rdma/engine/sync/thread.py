@@ -79,19 +79,8 @@ class EngineThread:
             ConfigError: not started.
             TransportError: in a forked child.
         """
-        try:
-            self._check_process()
-            if self._loop is None:
-                raise ConfigError("the engine is not running", field="engine", value=self._name, fix="Use `with`")
-        except BaseException:
-            coroutine.close()
-            raise
-        call = Call(coroutine, self._loop, ends=ends, closed=self._closed)
-        self._calls.add(call)
-        try:
-            self._loop.call_soon_threadsafe(self._begin, call)
-        except RuntimeError:  # the loop has been closed
-            self._refuse_calls()
+        call = self._prepare(coroutine, ends=ends)
+        self._post(call)
         return call
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, undo: Callable[[T], None] | None = None) -> T:
@@ -108,9 +97,10 @@ class EngineThread:
             BaseException: what the coroutine raises.
         """
         self._check_thread(coroutine)
-        call = self.submit(coroutine)
+        call = self._prepare(coroutine, ends=False)
         try:
             try:
+                self._post(call)
                 call.exception()  # waits, raises nothing of the call's
             except BaseException:
                 call.cancel()
@@ -205,6 +195,23 @@ class EngineThread:
         call.begin().add_done_callback(lambda _: self._calls.discard(call))
 
     # On any thread.
+
+    def _prepare(self, coroutine: Coroutine[Any, Any, T], *, ends: bool) -> Call[T]:
+        try:
+            self._check_process()
+            if self._loop is None:
+                raise ConfigError("the engine is not running", field="engine", value=self._name, fix="Use `with`")
+        except BaseException:
+            coroutine.close()
+            raise
+        return Call(coroutine, self._loop, ends=ends, closed=self._closed)
+
+    def _post(self, call: Call[Any]) -> None:
+        self._calls.add(call)
+        try:
+            call.loop.call_soon_threadsafe(self._begin, call)
+        except RuntimeError:  # the loop has been closed
+            self._refuse_calls()
 
     def _refuse_calls(self) -> None:
         """Those that came too late for the loop; each is refused by whoever takes it out."""
