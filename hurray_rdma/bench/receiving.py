@@ -53,7 +53,7 @@ class Arrivals:
     Args:
         engine: runs already.
         layers: to wait for and note one by one before the whole.
-        look: called with each snapshot before its pages go back.
+        look: called with each snapshot, in a thread, before its pages go back.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Arrivals:
             snapshot = await arrival.snapshot()
             now = time.monotonic_ns()
             if self.look is not None:
-                self.look(snapshot)
+                await asyncio.to_thread(self.look, snapshot)  # the engine must stay alive to its peers meanwhile
             arrival.release()
             self._usable.put_nowait((now, layers))
 
@@ -215,7 +215,7 @@ class _Receiver:
         peer = self._publisher = await self._pulling.enter_async_context(self._engine.connect(request.publisher))
         self._compared_nbytes = 0
         with await peer.fetch(PUBLISHED) as snapshot:
-            self._first(snapshot)
+            await asyncio.to_thread(self._first, snapshot)
         return Used({}, {Party.HURRAY_PULL: f"{peer.lane}, {peer.path}"}, self._compared_nbytes)
 
     async def run(self, request: Run) -> Ran:
