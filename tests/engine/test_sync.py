@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import count as count_from
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 import hurray_rdma
 from hurray_rdma import sync
 from hurray_rdma.sync import (
+    Arrival,
     CacheSpec,
     ConfigError,
     DeadlineExceededError,
@@ -39,6 +41,8 @@ from hurray_rdma.sync import (
 from hurray_rdma.testing.processes import Child
 
 SPEC = CacheSpec(num_layers=3, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16")
+LARGE = CacheSpec(num_layers=4, num_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
+"""Pages of 32 KiB: twenty and more of them are moved in mover threads."""
 
 
 def fill(pool: PagePool, seed: int) -> None:
@@ -71,14 +75,28 @@ def threads_left(before: set[threading.Thread]) -> list[str]:
     return [thread.name for thread in set(threading.enumerate()) - before]
 
 
-def other(connection: Connection, num_pages: int, seed: int = 9) -> None:
+def serve(arrivals: Iterator[Arrival]) -> int:
+    """Takes whatever comes until the engine closes; how many were complete."""
+    num_complete = 0
+    for arrival in arrivals:
+        try:
+            arrival.snapshot()
+            num_complete += 1
+        except TransferAbortedError:
+            pass
+        finally:
+            arrival.release()
+    return num_complete
+
+
+def other(connection: Connection, num_pages: int, spec: CacheSpec) -> None:
     """The other side, blocking as well: does what it is told, and at the end tells its accounts and its threads."""
     before = set(threading.enumerate())
-    with PagePool.allocate(SPEC, num_pages) as pool:
-        fill(pool, seed)
+    with PagePool.allocate(spec, num_pages) as pool, ThreadPoolExecutor(1) as threads:
+        fill(pool, 9)
         with Engine(pool, listen="127.0.0.1:0", timeout_s=20) as engine:
             connection.send(engine.address)
-            arrivals, held = engine.arrivals(), []
+            arrivals, held, serving = engine.arrivals(), [], None
             while (command := connection.recv()) != "end":
                 match command:
                     case "take":
@@ -89,6 +107,8 @@ def other(connection: Connection, num_pages: int, seed: int = 9) -> None:
                         for layer in range(SPEC.num_layers):
                             held[-1].wait_layer(layer)
                         connection.send(content(held[-1].snapshot()))
+                    case "serve":
+                        serving = threads.submit(serve, arrivals)
                     case "release":
                         for arrival in held:
                             arrival.release()
@@ -104,14 +124,19 @@ def other(connection: Connection, num_pages: int, seed: int = 9) -> None:
         for arrival in held:
             arrival.release()  # what is complete is the application's beyond the engine's end
         connection.send(pool.allocator.accounts())
+        connection.send(serving.result(20) if serving is not None else 0)
     connection.send(threads_left(before))
 
 
 class Scene:
     """A pool here, the other side there."""
 
-    def __init__(self, child: Child, pool: PagePool, address: str) -> None:
-        self.child, self.pool, self.address = child, pool, address
+    pool: PagePool
+    num_served: int
+    """At its end: complete arrivals that the other side has served."""
+
+    def __init__(self, child: Child, *, address: str) -> None:
+        self.child, self.address = child, address
 
     def tell(self, command: object) -> Any:
         self.child.send(command)
@@ -122,25 +147,22 @@ class Scene:
 
 
 @contextmanager
-def scene(num_pages: int) -> Iterator[Scene]:
+def scene(num_pages: int, spec: CacheSpec = SPEC) -> Iterator[Scene]:
     """Both sides must end with all pages free and no thread left."""
     before = set(threading.enumerate())
-    with Child(other, num_pages) as child:
-        address = child.receive()
-        with PagePool.allocate(SPEC, 64) as pool:
+    with Child(other, num_pages, spec) as child:
+        there = Scene(child, address=child.receive())
+        with PagePool.allocate(spec, 64) as pool:
             fill(pool, 1)
-            yield Scene(child, pool, address)
+            there.pool = pool
+            yield there
             accounts = pool.allocator.accounts()
             assert (accounts.free, accounts.leased, accounts.quarantined) == (64, 0, 0)
         assert threads_left(before) == []
-        accounts = child_end(child)
+        accounts = there.tell("end")
         assert (accounts.free, accounts.leased, accounts.quarantined) == (num_pages, 0, 0)
+        there.num_served = child.receive()
         assert child.receive() == []
-
-
-def child_end(child: Child) -> Any:
-    child.send("end")
-    return child.receive()
 
 
 @contextmanager
@@ -364,6 +386,34 @@ def test_closing_while_calls_run_ends_each_with_a_typed_error() -> None:
             assert arrivals.result(20) == []
             assert [closing.result(20) for closing in closings] == [None, None]
             assert there.pool.allocator.accounts().leased == 0
+
+
+def test_closing_while_pages_move_loses_none_of_them() -> None:
+    with scene(128, LARGE) as there, ThreadPoolExecutor(8) as threads:
+        there.child.send("serve")
+        lease = there.pool.allocator.lease(48)
+        snapshot = there.snapshot([[int(n) for n in lease.page_ids]], [48 * 16])
+        with connected(there) as (engine, peer):
+
+            def again_and_again() -> tuple[int, str]:
+                """How many were acknowledged, and why no more."""
+                for count in count_from(0):
+                    try:
+                        assert peer.send(snapshot).sent_nbytes == 48 * 8 * 32768
+                    except TransferAbortedError as error:
+                        return count, str(error)
+                raise AssertionError
+
+            sends = [threads.submit(again_and_again) for _ in range(8)]
+            until(lambda: engine.stats().send.num_transfers >= 16)
+            lease.release()
+            engine.close()
+            ends = [send.result(20) for send in sends]
+            assert {why for _, why in ends} == {f"engine {engine.name!r} was closed"}
+            num_acknowledged = sum(count for count, _ in ends)
+            assert num_acknowledged == engine.stats().send.num_transfers
+    # One that was complete there may have been acknowledged too late for its sender.
+    assert num_acknowledged <= there.num_served <= num_acknowledged + 8
 
 
 def test_closing_aborts_transfers_that_nobody_works_on() -> None:
