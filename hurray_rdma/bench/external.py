@@ -35,6 +35,7 @@ INSTALL = {
 }
 
 _TIMEOUT_S = 90.0
+_LAST_WORDS_S = 5.0
 _POLL_S = 2e-5
 
 
@@ -123,8 +124,11 @@ class _Worker:
         self._process.send_signal(number)
 
     def _failure(self) -> PeerFailedError:
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_LAST_WORDS_S)  # it may still be writing what went wrong
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._log.seek(0)
         text = self._log.read().decode(errors="replace").strip()
         last = text.rpartition("\n")[2]
