@@ -36,6 +36,8 @@ from hurray_rdma.format import Dialect
 
 __all__ = ["Publishing"]
 
+_LOOK_AGAIN_S = 0.01
+
 
 @dataclass(slots=True, eq=False)
 class _Publication:
@@ -111,6 +113,7 @@ class Publishing:
                 except HurrayError as error:
                     self._tally.failed("serve", error)
                     link.session.refuse(transfer_id, error, now=link.now)
+                link.notify()
             case AllEnded(transfer_id=transfer_id):
                 reading = self._end((link, transfer_id))
                 if reading is not None:
@@ -150,6 +153,10 @@ class Publishing:
         receiver = self._receiver_of(snapshot.pool, link) if snapshot is not None else None
         if publication is None or snapshot is None or receiver is None:
             raise NotPublishedError(f"nothing is published as {fetch.key!r} (any more)", field="key", value=fetch.key)
+        if receiver.holding:
+            # Its rkeys are about to be void: look again soon, at those that come after.
+            self._loop.call_later(_LOOK_AGAIN_S, self.handle, link, Fetched(transfer_id, fetch))
+            return
         spec = snapshot.pool.spec
         published = Published(
             pool_id=receiver.pool_id,

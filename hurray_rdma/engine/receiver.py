@@ -103,6 +103,11 @@ class Receiver:
         pool.allocator.watch(self._pages_freed)
 
     @property
+    def holding(self) -> bool:
+        """Whether the pool is being registered anew, so that nothing is granted now."""
+        return self._holding
+
+    @property
     def num_waiting(self) -> int:
         """Offers that wait for pages."""
         return len(self._waiting)
