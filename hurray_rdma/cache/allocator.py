@@ -15,8 +15,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hurray_rdma.cache.indices import check_distinct
-from hurray_rdma.cache.runs import FreeRuns
+from hurray_rdma.cache._ledger import PageLedger
+from hurray_rdma.cache.indices import check_distinct, check_page_ids, dedupe, narrowed
 from hurray_rdma.errors import GeometryError, LeaseExpiredError, PoolExhaustedError
 
 __all__ = ["Lease", "LeaseState", "PageAccounts", "PageAllocator"]
@@ -114,14 +114,7 @@ class PageAllocator:
             raise GeometryError("must be from 1 to 2**32 - 1", field="num_pages", value=num_pages)
         self._num_pages = num_pages
         self._lock = threading.Lock()
-        self._free = FreeRuns(num_pages)
-        self._holders = np.zeros(num_pages, np.uint32)
-        """Per page, the leases that hold it, quarantined ones included."""
-        self._suspects = np.zeros(num_pages, np.uint32)
-        """Per page, the quarantined leases that hold it."""
-        self._births = np.zeros(num_pages, np.uint32)
-        """Per page, how often it was taken from the free ones: a page with another number has other content."""
-        self._num_quarantined = 0
+        self._ledger = PageLedger(num_pages)
         self._leases: set[Lease] = set()
         self._watchers: list[Callable[[], None]] = []
 
@@ -142,11 +135,9 @@ class PageAllocator:
         if count < 0:
             raise GeometryError("must be 0 or more", field="count", value=count)
         with self._lock:
-            if count > len(self._free):
+            if count > self._ledger.num_free:
                 raise self._exhausted(count)
-            page_ids = self._free.take(count)
-            self._births[page_ids] += np.uint32(1)
-            return self._new_lease(page_ids, deadline)
+            return self._new_lease(self._ledger.take(count), deadline)
 
     def never_fits(self, count: int, /) -> bool:
         """True if no wait can make room for ``count`` pages."""
@@ -165,9 +156,8 @@ class PageAllocator:
         """
         wanted = self._checked_ids(page_ids)
         with self._lock:
-            unheld = self._holders[wanted] == self._suspects[wanted]
-            if unheld.any():
-                at = int(unheld.argmax())
+            at = self._ledger.hold(wanted)
+            if at >= 0:
                 raise LeaseExpiredError(
                     "nobody holds the page", field=f"page_ids[{at}]", value=int(wanted[at]), fix="Lease pages first"
                 )
@@ -182,7 +172,7 @@ class PageAllocator:
         """
         wanted = self._checked_ids(page_ids)
         with self._lock:
-            return self._births[wanted]
+            return self._ledger.births(wanted)
 
     def retain_current(
         self, page_ids: ArrayLike, births: NDArray[np.uint32], /, *, deadline: float | None = None
@@ -202,9 +192,8 @@ class PageAllocator:
         """
         wanted = self._checked_ids(page_ids)
         with self._lock:
-            held = self._holders[wanted] > self._suspects[wanted]
-            current = held & (self._births[wanted] == births)
-            return current, self._new_lease(wanted[current], deadline)
+            current = self._ledger.leased(wanted) & (self._ledger.births(wanted) == births)
+            return current, self._held_lease(wanted[current], deadline)
 
     def retain_held(self, page_ids: ArrayLike, /, *, deadline: float | None = None) -> Lease:
         """As `retain`, but leaves out pages that nobody holds: those of whoever hands pages out without the allocator.
@@ -218,8 +207,11 @@ class PageAllocator:
         """
         if not self._leases:
             return Lease(self, np.empty(0, np.uint32), deadline)
-        distinct = np.unique(np.asarray(page_ids))
-        return self.retain_current(distinct, self.births(distinct), deadline=deadline)[1]
+        named = narrowed(page_ids, field="page_ids")
+        check_page_ids(named, num_pages=self._num_pages, field="page_ids")
+        distinct, _ = dedupe(named, num_pages=self._num_pages)
+        with self._lock:
+            return self._held_lease(distinct[self._ledger.leased(distinct)], deadline)
 
     def quarantine(self, lease: Lease, /, *, reason: str) -> None:
         """Takes the pages out of use, since a late write into them cannot be ruled out. Harmless unless ``HELD``."""
@@ -236,10 +228,8 @@ class PageAllocator:
             if lease.state is LeaseState.HELD:
                 raise GeometryError("only a quarantined lease can be recovered", field="lease", value=repr(lease))
             if lease.state is LeaseState.QUARANTINED:
-                page_ids = lease._page_ids
-                self._num_quarantined -= int((self._holders[page_ids] == 1).sum())
-                self._suspects[page_ids] -= np.uint32(1)
-                self._drop(lease)
+                self._ledger.recover(lease._page_ids)
+                self._end(lease)
 
     def expire(self, now: float, /) -> tuple[Lease, ...]:
         """Quarantines the held leases whose deadline is at or before ``now``; returns them, earliest deadline first."""
@@ -284,14 +274,14 @@ class PageAllocator:
             return self._accounts()
 
     def _accounts(self) -> PageAccounts:
-        free = len(self._free)
+        ledger = self._ledger
         return PageAccounts(
             num_pages=self._num_pages,
-            free=free,
-            leased=self._num_pages - free - self._num_quarantined,
-            quarantined=self._num_quarantined,
+            free=ledger.num_free,
+            leased=self._num_pages - ledger.num_free - ledger.num_quarantined,
+            quarantined=ledger.num_quarantined,
             num_leases=len(self._leases),
-            num_free_runs=self._free.num_runs,
+            num_free_runs=ledger.num_free_runs,
         )
 
     def _exhausted(self, count: int) -> PoolExhaustedError:
@@ -312,21 +302,17 @@ class PageAllocator:
         )
 
     def _checked_ids(self, page_ids: ArrayLike) -> NDArray[np.uint32]:
-        array = np.asarray(page_ids)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise GeometryError("must be integers in one axis", field="page_ids", value=(array.dtype, array.shape))
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= self._num_pages):  # before it is narrowed
-            at = int(((array < 0) | (array >= self._num_pages)).argmax())
-            raise GeometryError(
-                f"is not below num_pages {self._num_pages}", field=f"page_ids[{at}]", value=int(array[at])
-            )
-        ids = array.astype(np.uint32)
+        ids = narrowed(page_ids, field="page_ids")
         check_distinct(ids, num_pages=self._num_pages, field="page_ids")
         return ids
 
+    def _held_lease(self, page_ids: NDArray[np.uint32], deadline: float | None) -> Lease:
+        """Of pages that were just found leased, under the same lock."""
+        self._ledger.hold(page_ids)
+        return self._new_lease(page_ids, deadline)
+
     def _new_lease(self, page_ids: NDArray[np.uint32], deadline: float | None) -> Lease:
         page_ids.setflags(write=False)
-        self._holders[page_ids] += np.uint32(1)
         lease = Lease(self, page_ids, deadline)
         self._leases.add(lease)
         return lease
@@ -334,23 +320,16 @@ class PageAllocator:
     def _release(self, lease: Lease) -> None:
         with self._lock:
             if lease.state is LeaseState.HELD:
-                page_ids = lease._page_ids
-                suspects = self._suspects[page_ids]
-                self._num_quarantined += int(((suspects > 0) & (self._holders[page_ids] == suspects + 1)).sum())
-                self._drop(lease)
+                self._ledger.drop(lease._page_ids)
+                self._end(lease)
 
     def _quarantine(self, lease: Lease, reason: str) -> None:
         if lease.state is LeaseState.HELD:
-            page_ids = lease._page_ids
-            self._suspects[page_ids] += np.uint32(1)
-            self._num_quarantined += int((self._holders[page_ids] == self._suspects[page_ids]).sum())
+            self._ledger.suspect(lease._page_ids)
             lease._state = LeaseState.QUARANTINED
             lease.reason = reason
 
-    def _drop(self, lease: Lease) -> None:
-        page_ids = lease._page_ids
-        self._holders[page_ids] -= np.uint32(1)
-        self._free.give(page_ids[self._holders[page_ids] == 0])
+    def _end(self, lease: Lease) -> None:
         self._leases.discard(lease)
         for freed in self._watchers:
             freed()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hurray_rdma.cache.indices import check_indices
+from hurray_rdma.cache.indices import check_indices, narrowed
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
@@ -186,13 +186,7 @@ def _quantization(spec: CacheSpec) -> PerBlockAffine | None:
 
 
 def _uint32(name: str, values: ArrayLike) -> NDArray[np.uint32]:
-    """A read-only copy as uint32, checked before it is narrowed."""
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise GeometryError("must be integers in one axis", field=name, value=f"{array.dtype} {array.shape}")
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= 2**32):
-        at = int(((array < 0) | (array >= 2**32)).argmax())
-        raise GeometryError("must be from 0 to 2**32 - 1", field=f"{name}[{at}]", value=int(array[at]))
-    result = array.astype(np.uint32)
-    result.setflags(write=False)
-    return result
+    """A read-only copy as uint32."""
+    array = narrowed(values, field=name)
+    array.setflags(write=False)
+    return array

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hurray_rdma.cache.indices import dedupe, starts_of, valid_pages, valid_tokens
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.pagemap import PageMap
-from hurray_rdma.plan.tables import dedupe, starts_of, valid_pages
 
 __all__ = ["map_pages"]
 
@@ -53,9 +53,8 @@ def map_pages(
         )
     table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, src_page_size)
     page_ids, places = dedupe(table, num_pages=num_pages)
-    same_size = src_page_size == dst_page_size
-    dst_ptr = trimmed_ptr.astype(np.int64) if same_size else starts_of(seq_lens, dst_page_size)
-    if same_size:
+    dst_ptr = starts_of(seq_lens, dst_page_size)
+    if src_page_size == dst_page_size:
         mapped = _same(page_ids, places)
     elif src_page_size > dst_page_size:
         entry, ordinal = _source_entries(trimmed_ptr, dst_ptr, src_page_size // dst_page_size)
@@ -70,9 +69,11 @@ def map_pages(
         dst_page_size=dst_page_size,
         num_pages=mapped.num_pages,
         entries=mapped.entries,
-        seq_ptr=dst_ptr.astype(np.uint32),
+        seq_ptr=dst_ptr,
         seq_lens=seq_lens.copy(),
-        valid_tokens=_valid_tokens(mapped.entries, dst_ptr, seq_lens, mapped.num_pages, dst_page_size),
+        valid_tokens=valid_tokens(
+            mapped.entries, dst_ptr, seq_lens, num_pages=mapped.num_pages, page_size=dst_page_size
+        ),
         unit_src_pages=mapped.src_pages,
         unit_src_slots=mapped.src_slots,
         unit_pages=mapped.pages,
@@ -100,16 +101,16 @@ def _same(page_ids: Uint32, places: Uint32) -> _Mapped:
 def _cut(page_ids: Uint32, places: Uint32, ordinal: Int64, src_page_size: int, dst_page_size: int) -> _Mapped:
     """Destination pages are units; ``places`` and ``ordinal`` are per destination entry."""
     per_page = src_page_size // dst_page_size
-    used = np.zeros(len(page_ids) * per_page, np.bool_)
+    num_units = len(page_ids) * per_page
     unit = places.astype(np.int64) * per_page + ordinal
-    used[unit] = True
-    distinct = np.flatnonzero(used)
-    number = np.empty(len(used), np.uint32)
-    number[distinct] = np.arange(len(distinct), dtype=np.uint32)
+    if num_units < 2**32:
+        distinct, number = dedupe(unit.astype(np.uint32), num_pages=num_units)
+    else:
+        distinct, number = np.unique(unit, return_inverse=True)
     page, part = np.divmod(distinct, per_page)
     return _Mapped(
         len(distinct),
-        number[unit],
+        number.astype(np.uint32, copy=False),
         page_ids[page],
         (part * dst_page_size).astype(np.uint32),
         np.arange(len(distinct), dtype=np.uint32),
@@ -137,36 +138,21 @@ def _join(page_ids: Uint32, rows: Int64, src_page_size: int) -> _Mapped:
     )
 
 
-def _source_entries(src_ptr: Uint32, dst_ptr: Int64, per_page: int) -> tuple[Int64, Int64]:
+def _source_entries(src_ptr: Uint32, dst_ptr: Uint32, per_page: int) -> tuple[Int64, Int64]:
     """For each destination entry the source entry that it is cut from, and which part of it."""
     counts = _counts(dst_ptr)
-    ordinal = np.arange(dst_ptr[-1]) - np.repeat(dst_ptr[:-1], counts)
+    ordinal = np.arange(dst_ptr[-1]) - np.repeat(dst_ptr[:-1].astype(np.int64), counts)
     entry, part = np.divmod(ordinal, per_page)
     return entry + np.repeat(src_ptr[:-1].astype(np.int64), counts), part
 
 
-def _padded_entries(src_ptr: Uint32, dst_ptr: Int64, per_page: int) -> Int64:
+def _padded_entries(src_ptr: Uint32, dst_ptr: Uint32, per_page: int) -> Int64:
     """Where each source entry is, when each sequence begins a new destination page."""
-    starts = src_ptr.astype(np.int64)
-    shift = dst_ptr[:-1] * per_page - starts[:-1]
-    return np.arange(starts[-1]) + np.repeat(shift, _counts(starts))
+    shift = dst_ptr[:-1].astype(np.int64) * per_page - src_ptr[:-1]
+    return np.arange(src_ptr[-1]) + np.repeat(shift, _counts(src_ptr))
 
 
-def _valid_tokens(entries: Uint32, dst_ptr: Int64, seq_lens: Uint32, num_pages: int, page_size: int, /) -> Uint32:
-    """The most that any sequence has of each page: all of it, unless the page is the last of all that have it."""
-    valid = np.zeros(num_pages, np.uint32)
-    counts = _counts(dst_ptr)
-    used = counts > 0
-    last = dst_ptr[1:][used] - 1
-    full = np.ones(len(entries), np.bool_)
-    full[last] = False
-    valid[entries[full].astype(np.int64)] = page_size
-    rest = seq_lens[used].astype(np.int64) - (counts[used] - 1) * page_size
-    np.maximum.at(valid, entries[last], rest.astype(np.uint32))
-    return valid
-
-
-def _counts(starts: Int64) -> Int64:
+def _counts(starts: Uint32) -> Uint32:
     return starts[1:] - starts[:-1]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache.indices import DENSE_FACTOR, check_page_ids
+from hurray_rdma.cache.indices import check_page_ids
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.tables import look_up
 
@@ -19,6 +19,8 @@ __all__ = ["rewrite"]
 
 _NO_PAGE = np.uint32(2**32 - 1)
 """No pool has so many pages that this is the ID of one."""
+_DENSE_FACTOR = 8
+"""On the host a lookup of all pages of a pool is made up to this many per entry of the table; else IDs are searched."""
 _DEVICE_ITEMSIZE = 4
 """Bytes of an entry from which on every page ID below 2**31 has room, signed or not."""
 
@@ -61,7 +63,7 @@ def _on_host(
         raise GeometryError("must be integers", field="block_table.dtype", value=str(table.dtype))
     _check_holds(np.iinfo(table.dtype).max, dst_page_ids, "in the table's dtype")
     flat = table.reshape(-1).astype(np.int64)
-    if num_pages > DENSE_FACTOR * len(flat):
+    if num_pages > _DENSE_FACTOR * len(flat):
         place = np.searchsorted(src_page_ids, flat)
         known = np.append(src_page_ids.astype(np.int64), -1).take(place) == flat
         result = np.append(dst_page_ids, _NO_PAGE).take(place)

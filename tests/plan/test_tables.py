@@ -19,7 +19,7 @@ def uint32(*values: int) -> np.ndarray:
 def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
     """(block_table, seq_ptr, seq_lens, page_size, num_pages), pages aliased and allocated ahead."""
     page_size = draw(st.integers(1, 7))
-    num_pages = draw(st.sampled_from([1, 3, 20, 5000]))
+    num_pages = draw(st.sampled_from([1, 3, 20, 5000, 10**8]))
     rows = draw(st.lists(st.lists(st.integers(0, num_pages - 1), max_size=8), max_size=6))
     seq_lens = [draw(st.integers(0, len(row) * page_size)) for row in rows]
     seq_ptr = np.cumsum([0] + [len(row) for row in rows])
@@ -44,7 +44,7 @@ def test_too_many_tokens_are_refused_with_numbers() -> None:
 
 
 def test_sequences_that_end_before_they_begin_are_refused() -> None:
-    with pytest.raises(GeometryError, match=r"seq_lens\[1\] = 0: is above the -16 tokens of its -1 pages of 16"):
+    with pytest.raises(GeometryError, match=r"seq_ptr\[2\] = 1: is below seq_ptr\[1\] = 2"):
         valid_pages(uint32(1, 2), uint32(0, 2, 1, 2), uint32(16, 0, 16), 16)
 
 

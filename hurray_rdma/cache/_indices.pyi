@@ -1,0 +1,28 @@
+"""Types of the native module; its docstrings are in native/_indices.pyx."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def check_indices(
+    block_table: NDArray[np.uint32],
+    seq_ptr: NDArray[np.uint32],
+    seq_lens: NDArray[np.uint32],
+    *,
+    num_pages: int,
+    page_size: int,
+) -> None: ...
+def check_page_ids(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None: ...
+def check_distinct(page_ids: NDArray[np.uint32], *, num_pages: int, field: str) -> None: ...
+def dedupe(block_table: NDArray[np.uint32], *, num_pages: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]: ...
+def valid_pages(
+    block_table: NDArray[np.uint32], seq_ptr: NDArray[np.uint32], seq_lens: NDArray[np.uint32], page_size: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]: ...
+def starts_of(seq_lens: NDArray[np.uint32], page_size: int) -> NDArray[np.uint32]: ...
+def valid_tokens(
+    entries: NDArray[np.uint32],
+    seq_ptr: NDArray[np.uint32],
+    seq_lens: NDArray[np.uint32],
+    *,
+    num_pages: int,
+    page_size: int,
+) -> NDArray[np.uint32]: ...
