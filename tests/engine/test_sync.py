@@ -107,6 +107,9 @@ def other(connection: Connection, num_pages: int, spec: CacheSpec) -> None:
                         for layer in range(SPEC.num_layers):
                             held[-1].wait_layer(layer)
                         connection.send(content(held[-1].snapshot()))
+                    case "abort":
+                        held[-1].abort()
+                        connection.send("aborted")
                     case "serve":
                         serving = threads.submit(serve, arrivals)
                     case "release":
@@ -417,13 +420,17 @@ def test_closing_while_pages_move_loses_none_of_them() -> None:
 
 
 def test_closing_aborts_transfers_that_nobody_works_on() -> None:
-    with scene(4) as there:
+    with scene(8) as there:
         lease = there.pool.allocator.lease(2)
         snapshot = Snapshot.from_block_tables(there.pool, [[int(n) for n in lease.page_ids]], seq_lens=[8])
         with connected(there) as (engine, peer):
-            abandoned = peer.begin(snapshot, key="abandoned")
+            abandoned, refused = peer.begin(snapshot, key="abandoned"), peer.begin(snapshot, key="refused")
             abandoned.__enter__()
+            refused.__enter__()
             lease.release()
+            assert [there.tell("take")[0] for _ in range(2)] == ["abandoned", "refused"]
+            there.tell("abort")
+            peer.send(there.snapshot([[60]], [4]))  # by its end the abort has been heard
             with pytest.raises(TransferAbortedError, match="was closed"), peer.begin(snapshot) as transfer:
                 transfer.send_layer(0)
                 engine.close()
@@ -432,6 +439,7 @@ def test_closing_aborts_transfers_that_nobody_works_on() -> None:
             with pytest.raises(TransferAbortedError, match="was closed"):
                 abandoned.send_rest()
             abandoned.abort()
+            refused.abort()
 
 
 def test_a_receiver_that_closes_ends_waits_and_keeps_what_is_complete() -> None:
