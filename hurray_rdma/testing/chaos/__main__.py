@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json as json_text
 import secrets
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,7 @@ def main(
 ) -> None:
     """Move snapshots between real processes while faults strike, and check every byte, error and page."""
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that whoever ends it leaves no process behind
     columns = (
         TextColumn("faults"),
         BarColumn(),

@@ -22,7 +22,7 @@ from hurray_rdma.cache import PagePool
 from hurray_rdma.testing.chaos.words import COMMANDS, SIZES, Command, End, Failed, Lane, Report, Size, Status, Tell
 from hurray_rdma.transport import default_context
 
-__all__ = ["HANG_AFTER_S", "ChaosChild", "make_pool", "run_child"]
+__all__ = ["HANG_AFTER_S", "ChaosChild", "die_with_parent", "make_pool", "run_child"]
 
 HANG_AFTER_S = 12.0
 """What is not over so long after it should be never will be."""
@@ -113,6 +113,11 @@ class ChaosChild(ABC):
         )
 
 
+def die_with_parent() -> None:
+    """The first thing that a process does."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def make_pool(lane: Lane, size: Size, num_pages: int) -> PagePool:
     """A pool whose pages can be reached by the lane; the process's UCX context is made for it."""
     spec = SIZES[size]
@@ -128,8 +133,7 @@ def make_pool(lane: Lane, size: Size, num_pages: int) -> PagePool:
 
 
 def run_child(make: type[ChaosChild], deadline_s: float, pool: PagePool, *arguments: Any) -> None:
-    """The process's main: ``make(pool, *arguments)`` serves; it dies with its parent, and at the deadline."""
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    """The process's main: ``make(pool, *arguments)`` serves; it dies at the deadline."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, deadline_s)
 

@@ -101,7 +101,9 @@ class Process:
         self._signal(signal.SIGCONT)
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is reaped and all that it said was heard. Harmless when repeated."""
+        """SIGKILL; returns when it is reaped and all that it said was heard. Harmless when repeated, or not started."""
+        if self._process is None:
+            return
         self._ending = True
         self._signal(signal.SIGKILL)
         await self._reaped()

@@ -7,7 +7,7 @@ from typing import Literal
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
 
-__all__ = ["BLOWS", "KINDS", "MESSAGES"]
+__all__ = ["BLOWS", "KINDS", "MESSAGES", "ONLY_BY_RDMA", "ONLY_IN_FRAMES"]
 
 Carrier = Literal["send", "fetch", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
 """What makes a message of some kind come by."""
@@ -35,7 +35,13 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_S, MessageType.PONG): "slow",
     (_C, MessageType.PONG): "slow",
 }
-"""Every message that passes in a session, and what brings it about; TENSOR_DATA in scenes of the lane "frames" only."""
+"""Every message that passes in a session, and what brings it about."""
+
+ONLY_IN_FRAMES = {MessageType.TENSOR_DATA}
+"""Pass where pages travel on the control channel."""
+
+ONLY_BY_RDMA = {MessageType.FETCH, MessageType.PUBLISHED}
+"""Pass where they do not."""
 
 BLOWS: dict[str, float] = {
     "SIGKILL of a sender": 0.5,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
-from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES
+from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES, ONLY_BY_RDMA, ONLY_IN_FRAMES
 from hurray_rdma.testing.chaos.recipe import Receipt, Recipe
 from hurray_rdma.testing.chaos.words import How, Lane, Send, Size
 
@@ -155,7 +155,8 @@ class _Drawer:
 
     def _spoiled(self, struck: int) -> Episode:
         dice = self._dice
-        passing = [each for each in MESSAGES if each[1] is not MessageType.TENSOR_DATA or self._cast.lane == "frames"]
+        never = ONLY_BY_RDMA if self._cast.lane == "frames" else ONLY_IN_FRAMES
+        passing = [each for each in MESSAGES if each[1] not in never]
         direction, kind = dice.choice(passing)
         carrier = MESSAGES[direction, kind]
         action = dice.choice(tuple(Action))

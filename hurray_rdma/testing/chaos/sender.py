@@ -22,7 +22,7 @@ from hurray_rdma.errors import (
     PeerLostError,
     TransferAbortedError,
 )
-from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, make_pool, run_child
+from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, die_with_parent, make_pool, run_child
 from hurray_rdma.testing.chaos.recipe import mismatch, paint, raw, shape_of
 from hurray_rdma.testing.chaos.words import (
     HANG,
@@ -184,6 +184,7 @@ class SenderChild(ChaosChild):
 
 def main() -> None:
     """The process."""
+    die_with_parent()
     settings = msgspec.json.decode(sys.argv[1], type=SenderSettings)
     pool = make_pool(settings.lane, settings.size, settings.num_pages)
     run_child(SenderChild, settings.deadline_s, pool, settings)
