@@ -209,7 +209,7 @@ class Connection:
             self._zeros.close()
         if self._channel is not None:
             await self._channel.close()
-        self._movers.shutdown(wait=False)
+        await asyncio.to_thread(self._movers.shutdown)  # the exchanges have waited for their moves
 
     @property
     def lost(self) -> bool:
