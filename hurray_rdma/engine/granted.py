@@ -23,7 +23,7 @@ from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.parts import GoodOffer, Part, Whole
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, ProtocolError
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, ProtocolError, TransferAbortedError
 
 __all__ = ["Granted"]
 
@@ -161,6 +161,7 @@ class Granted:
 
     def abort(self, arrival: Arrival, code: ErrorCode, reason: str) -> None:
         """The arrival is not wanted any more: its senders are asked to stop."""
+        self._tally.failed("receive", TransferAbortedError(reason))
         for part in [part for part in self._parts.values() if part.whole.arrival is arrival]:
             self._ask_to_stop(part, code, reason)
         for whole in [whole for whole in self.unfilled.values() if whole.arrival is arrival]:

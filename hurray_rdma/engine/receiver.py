@@ -154,6 +154,7 @@ class Receiver:
                 | TransferFailed(transfer_id=transfer_id, error=error)
             ):
                 if self._waiting.remove(link, transfer_id):
+                    self._tally.failed("receive", error)
                     self._grant_in_order()
                 else:
                     self.granted.stopped(link, transfer_id, error)
