@@ -232,7 +232,8 @@ class Receiver:
         self._grant_in_order()
 
     def _refuse(self, link: Link, transfer_id: int, error: HurrayError) -> None:
-        self._tally.failed("receive", error)
+        if not isinstance(error, StaleGenerationError):  # which is offered again
+            self._tally.failed("receive", error)
         link.log.bind(transfer=transfer_id, pool=self.name).info("refused: %s", error)
         link.session.refuse(transfer_id, error, now=self._loop.time())
         link.notify()

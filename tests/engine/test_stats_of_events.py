@@ -134,12 +134,6 @@ async def unknown_pool(pair: Pair) -> None:
         await pair.peer.send(snapshot_of(pair.source, [1]), pool="other")
 
 
-async def out_of_time(pair: Pair) -> None:
-    with pair.pool.allocator.lease(8), pytest.raises(DeadlineExceededError):
-        await pair.peer.send(snapshot_of(pair.source, [1]), timeout_s=0.1)
-    await eventually(lambda: bool(pair.receiver.stats().receive.failures))
-
-
 async def given_up(pair: Pair) -> None:
     with pair.pool.allocator.lease(8):
         sending = asyncio.create_task(pair.peer.send(snapshot_of(pair.source, [1])))
@@ -258,7 +252,6 @@ AGAIN = {"num_connects": 1, "num_disconnects": 1, "num_reconnects": 1, "losses.P
         ),
         (too_large, {"send.failures.PoolExhaustedError": 1}, {"receive.failures.PoolExhaustedError": 1}),
         (unknown_pool, {"send.failures.GeometryError": 1}, {}),
-        (out_of_time, {"send.failures.DeadlineExceededError": 1}, {"receive.failures.DeadlineExceededError": 1}),
         (given_up, {"send.failures.CancelledError": 1}, {"receive.failures.TransferAbortedError": 1}),
         (waiting, moved("send", 1) | {"send.logical_nbytes": PAGE}, moved("receive", 1) | {"grant_wait": 1}),
         (under_way, moved("send", 1) | {"send.logical_nbytes": PAGE}, moved("receive", 1) | {"grant_wait": 1}),
@@ -291,5 +284,25 @@ def test_an_event_adds_what_it_is_and_nothing_else(
 ) -> None:
     async def job() -> None:
         assert await changes(event, lease_s=0.2 if event is lease_ran_out else 30) == (sent, received)
+
+    run(job())
+
+
+def test_an_offer_that_waits_too_long_is_one_failure_whoever_notices_first() -> None:
+    async def too_late(pair: Pair) -> None:
+        with pair.pool.allocator.lease(8), pytest.raises(DeadlineExceededError):
+            await pair.peer.send(snapshot_of(pair.source, [1]), timeout_s=0.1)
+        await eventually(lambda: bool(pair.receiver.stats().receive.failures))
+        await pair.peer.send(snapshot_of(pair.source, [1]))
+        (await pair.arrival()).release()
+
+    async def job() -> None:
+        sent, received = await changes(too_late)
+        assert sent["send.failures.DeadlineExceededError"] == 1
+        failures = {path: count for path, count in received.items() if "failures" in path}
+        assert failures in (
+            {"receive.failures.DeadlineExceededError": 1},
+            {"receive.failures.TransferAbortedError": 1},
+        )
 
     run(job())
