@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, PageOrder, Part, PoolLayout, Segment, page_nbytes_of, parts_of
 from hurray_rdma.plan.mapping import map_pages
-from hurray_rdma.plan.negotiate import common_heads
+from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.transfer import TransferPlan, plan_transfer
 
@@ -54,6 +54,7 @@ def pack(
     Raises:
         GeometryError: the two cannot exchange pages.
     """
+    check_pair(source.spec, dest)
     stays = np.zeros(page_map.num_pages, np.bool_) if resident is None else resident
     # Pages that travel come first; the others get places behind the buffer, which nothing writes.
     places = np.empty(page_map.num_pages, np.uint32)
