@@ -66,7 +66,7 @@ def main(
 
 
 def _show(console: Console, report: ChaosReport) -> None:
-    messages = Table(title="messages spoiled: survived / tried (never came by)", title_justify="left")
+    messages = Table(title="messages spoiled: survived/tried (never came by)", title_justify="left")
     messages.add_column("message", no_wrap=True)
     for action in Action:
         messages.add_column(action.value, justify="right")
@@ -76,7 +76,7 @@ def _show(console: Console, report: ChaosReport) -> None:
     console.print(messages)
     others = Table(title="other faults", title_justify="left")
     others.add_column("fault")
-    others.add_column("survived / tried", justify="right")
+    others.add_column("survived/tried", justify="right")
     for blow in BLOWS:
         others.add_row(blow, _cell(report.tallies[blow]))
     console.print(others)
@@ -96,7 +96,7 @@ def _show(console: Console, report: ChaosReport) -> None:
 
 
 def _cell(tally: Tally) -> str:
-    counts = f"{tally.survived} / {tally.tried}" if tally.tried else "-"
+    counts = f"{tally.survived}/{tally.tried}" if tally.tried else "-"
     counts += f" ({tally.missed})" if tally.missed else ""
     return counts if tally.survived == tally.tried else f"[red]{counts}[/red]"
 
