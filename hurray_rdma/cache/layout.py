@@ -90,9 +90,12 @@ class PoolLayout:
     """In the order of ``spec.tensors``, for each of them the `parts_of` the spec."""
     alike: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """For each segment the index of the first one of the same part with the same strides."""
+    uniform: bool = field(init=False, repr=False, compare=False)
+    """Whether all segments of one part have the same strides."""
 
     def __post_init__(self) -> None:
-        expected = len(self.spec.tensors) * len(parts_of(self.spec))
+        num_parts = len(parts_of(self.spec))
+        expected = len(self.spec.tensors) * num_parts
         if len(self.segments) != expected:
             raise GeometryError(
                 f"must be {expected}: {parts_of(self.spec)} of {len(self.spec.tensors)} roles of layers",
@@ -111,10 +114,11 @@ class PoolLayout:
                     )
         first: dict[tuple[int, ...], int] = {}
         alike = (
-            first.setdefault((index % len(parts_of(self.spec)), *segment.strides_nbytes), index)
+            first.setdefault((index % num_parts, *segment.strides_nbytes), index)
             for index, segment in enumerate(self.segments)
         )
         object.__setattr__(self, "alike", tuple(alike))
+        object.__setattr__(self, "uniform", len(first) == num_parts)
 
     def segment(self, role: str, layer: int, *, part: Part = Part.PAGES) -> Segment:
         """Where one part of one role of one layer is.

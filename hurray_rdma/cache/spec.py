@@ -75,13 +75,18 @@ class CacheSpec:
     """``total_heads``, whether given or not."""
     tensors: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
     """Every (role, layer), in the order of all lists of them: layer 0 in order of ``roles``, layer 1 ..."""
+    element_type: ElementType = field(init=False, repr=False, compare=False)
+    """The format's element type of ``dtype``."""
+    row_nbytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of one token of one head."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "head_dim", "page_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _UINT32_MAX:
                 raise GeometryError(f"must be an integer from 1 to {_UINT32_MAX}", field=name, value=value)
-        object.__setattr__(self, "dtype", element_type_of(self.dtype).wire_name)
+        object.__setattr__(self, "element_type", element_type_of(self.dtype))
+        object.__setattr__(self, "dtype", self.element_type.wire_name)
         object.__setattr__(self, "roles", _roles(self.roles))
         object.__setattr__(self, "order", _order(self.order))
         object.__setattr__(self, "layer_indices", _layers(self.layers, self.num_layers))
@@ -99,6 +104,7 @@ class CacheSpec:
                 field="head_dim",
                 value=self.head_dim,
             )
+        object.__setattr__(self, "row_nbytes", bits // 8)
 
     def _check_heads(self) -> None:
         if self.head_offset < 0 or self.heads[1] > self.heads_of_model:
@@ -129,11 +135,6 @@ class CacheSpec:
         return self.head_offset, self.head_offset + self.num_heads
 
     @property
-    def element_type(self) -> ElementType:
-        """The format's element type of ``dtype``."""
-        return ElementType.from_name(self.dtype)
-
-    @property
     def storage_dtype(self) -> np.dtype[np.generic]:
         """NumPy dtype of the arrays; uint8 where several elements share a byte."""
         return storage_dtype(self.element_type)
@@ -142,11 +143,6 @@ class CacheSpec:
     def itemsize(self) -> int:
         """Bytes of one item of ``storage_dtype``."""
         return self.storage_dtype.itemsize
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one token of one head."""
-        return self.head_dim * self.element_type.bits // 8
 
     @property
     def row_items(self) -> int:

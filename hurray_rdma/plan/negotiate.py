@@ -20,6 +20,8 @@ def check_pair(source: CacheSpec, dest: CacheSpec) -> None:
     Raises:
         GeometryError: ``field`` and ``value`` are the source's; the message has the destination's.
     """
+    if source == dest:
+        return
     for field in _MUST_EQUAL:
         _check_equal(field, getattr(source, field), getattr(dest, field))
     if set(source.roles) != set(dest.roles):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hurray_rdma.plan._offsets import merged
 from hurray_rdma.plan.operations import Plan
 
 __all__ = ["MAX_OPERATIONS", "Strides", "Tile", "make_tile", "plans_of"]
@@ -23,9 +25,8 @@ MAX_OPERATIONS = 1 << 18
 """Operations after which a `Plan` ends where a page is more than one piece; none has twice as many (12 MiB)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Strides:
-    """Bytes from one page, token or head to the next, on one side."""
+class Strides(NamedTuple):
+    """Bytes from one page, token or head to the next, on one side. A tuple, since a plan of one page is short work."""
 
     page_nbytes: int
     token_nbytes: int
@@ -117,15 +118,15 @@ def plans_of(tiles: Sequence[Tile], *, num_pages: int) -> Iterator[Plan]:
         yield _plan(pending, num_pages)
 
 
-_Batch = tuple[Offsets, Offsets, Offsets]
-"""Source offsets, destination offsets, lengths."""
+_Batch = tuple[Offsets, Offsets, Offsets, int]
+"""Source offsets, destination offsets, lengths, and their sum."""
 
 
 def _batches(tiles: Sequence[Tile]) -> Iterator[_Batch]:
     for tile in tiles:
         num_places, num_pieces = len(tile.src_places), len(tile.src_pieces)
         if num_pieces == 1 and num_places:
-            yield _merged(tile.src_places, tile.dst_places, tile.piece_nbytes)
+            yield *merged(tile.src_places, tile.dst_places, tile.piece_nbytes), tile.nbytes
             continue
         for start in range(0, tile.num_operations, MAX_OPERATIONS):
             index = np.arange(start, min(start + MAX_OPERATIONS, tile.num_operations))
@@ -135,24 +136,12 @@ def _batches(tiles: Sequence[Tile]) -> Iterator[_Batch]:
                 place, piece = np.divmod(index, num_pieces)
             src = tile.src_places[place] + tile.src_pieces[piece]
             dst = tile.dst_places[place] + tile.dst_pieces[piece]
-            yield _merged(src, dst, tile.piece_nbytes)
-
-
-def _merged(src: Offsets, dst: Offsets, piece_nbytes: int) -> _Batch:
-    step = np.uint64(piece_nbytes)
-    first = np.ones(len(src), np.bool_)
-    # Unsigned differences wrap, so only pieces that meet differ by exactly the length of one.
-    np.logical_or(src[1:] - src[:-1] != step, dst[1:] - dst[:-1] != step, out=first[1:])
-    heads = first.nonzero()[0]
-    if len(heads) == len(src):
-        return src, dst, np.full(len(src), step)
-    lengths = np.empty(len(heads), np.uint64)
-    lengths[:-1] = heads[1:] - heads[:-1]
-    lengths[-1] = len(src) - heads[-1]
-    lengths *= step
-    return src[heads], dst[heads], lengths
+            yield *merged(src, dst, tile.piece_nbytes), len(index) * tile.piece_nbytes
 
 
 def _plan(batches: Sequence[_Batch], num_pages: int) -> Plan:
-    src, dst, lengths = batches[0] if len(batches) == 1 else map(np.concatenate, zip(*batches, strict=True))
-    return Plan(src_offsets=src, dst_offsets=dst, lengths=lengths, num_pages=num_pages, nbytes=int(lengths.sum()))
+    src, dst, lengths, nbytes = batches[0]
+    if len(batches) > 1:
+        src, dst, lengths = (np.concatenate([batch[axis] for batch in batches]) for axis in range(3))
+        nbytes = sum([batch[3] for batch in batches])
+    return Plan(src_offsets=src, dst_offsets=dst, lengths=lengths, num_pages=num_pages, nbytes=nbytes)

@@ -16,11 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 from hurray_rdma.cache import CacheSpec, Part, PoolLayout, Segment, parts_of
 from hurray_rdma.cache.indices import check_distinct
 from hurray_rdma.errors import GeometryError
+from hurray_rdma.plan._offsets import offsets_of
 from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.pieces import MAX_OPERATIONS, Strides, Tile, make_tile, plans_of
-from hurray_rdma.plan.tables import look_up
 
 __all__ = ["Move", "Program", "TransferPlan", "plan_transfer"]
 
@@ -148,24 +148,25 @@ def plan_transfer(
         )
     page_ids = page_map.check_grant(dst_page_ids)
     check_distinct(page_ids, num_pages=dest.num_pages, field="dst_page_ids")
-    written = np.ones(page_map.num_pages, np.bool_) if resident is None else ~np.asarray(resident, np.bool_)
-    if written.shape != (page_map.num_pages,):
+    written = None if resident is None else ~np.asarray(resident, np.bool_)
+    if written is not None and written.shape != (page_map.num_pages,):
         raise GeometryError(
             f"must be the {page_map.num_pages} pages of the offer", field="len(resident)", value=written.size
         )
     planner = _Planner(source, dest, page_map, page_ids, written, zero_tails=zero_tails)
     programs = planner.programs()
+    times = planner.times
     return TransferPlan(
         page_map=page_map,
         num_pages=planner.num_pages,
         num_resident=page_map.num_pages - planner.num_pages,
-        nbytes=sum(program.nbytes for program in programs),
+        nbytes=times * sum(program.nbytes for program in programs),
         zeros_nbytes=max(map(_longest_zeros, set(programs))),
         heads=planner.heads,
         covers_dest=planner.heads == dest.spec.heads,
         _spec=source.spec,
-        _parts=parts_of(source.spec),
-        _programs=programs,
+        _parts=planner.parts,
+        _programs=programs * times,
         _src_segments=source.segments,
         _dst_segments=planner.in_order_of_source(dest.segments),
     )
@@ -184,27 +185,37 @@ class _Planner:
         dest: PoolLayout,
         page_map: PageMap,
         page_ids: Uint32,
-        written: NDArray[np.bool_],
+        written: NDArray[np.bool_] | None,
         *,
         zero_tails: bool,
     ) -> None:
         self.heads = common_heads(source.spec, dest.spec)
+        self.parts = parts_of(source.spec)
+        alike = source.uniform and dest.uniform
+        self.times = len(source.spec.tensors) if alike else 1
+        """How often all of `programs` follow one another."""
         self._source = source
         self._dest = dest
         self._map = page_map
         self._page_ids = page_ids
         self._written = written
         self._zero_tails = zero_tails
-        everything = bool(written.all())
-        units = slice(None) if everything else np.flatnonzero(written[page_map.unit_pages])
-        self.num_pages = int(written.sum())
-        self._src_pages = page_map.unit_src_pages[units]
-        self._src_slots = page_map.unit_src_slots[units]
-        self._pages = page_map.unit_pages[units]
-        self._dst_slots = page_map.unit_dst_slots[units]
+        self.num_pages = page_map.num_pages if written is None else int(np.count_nonzero(written))
+        self._units: tuple[Uint32, ...] = (
+            page_map.unit_src_pages,
+            page_map.unit_src_slots,
+            page_map.unit_pages,
+            page_map.unit_dst_slots,
+        )
+        if written is not None and self.num_pages < page_map.num_pages:
+            travel = written[page_map.unit_pages].nonzero()[0]
+            self._units = tuple([array[travel] for array in self._units])
 
     def programs(self) -> tuple[Program, ...]:
-        """One for each segment of the source; the same object where part and strides are the same on both sides."""
+        """One for each segment of the source, or of its first tensor where all are alike; the same object where part
+        and strides are the same on both sides."""
+        if self.times > 1:
+            return tuple([self._program(part, part) for part in range(len(self.parts))])
         pairs = tuple(zip(self._source.alike, self.in_order_of_source(self._dest.alike), strict=True))
         found = {pair: self._program(*pair) for pair in set(pairs)}
         return tuple(found[pair] for pair in pairs)
@@ -213,14 +224,13 @@ class _Planner:
         """What is one for each segment of the destination, in the order of the source's segments."""
         if self._source.spec.roles == self._dest.spec.roles:
             return values
-        count = len(parts_of(self._source.spec))
+        count = len(self.parts)
         places = (self._dest.spec.index(role, layer) * count for role, layer in self._source.spec.tensors)
         return tuple(value for place in places for value in values[place : place + count])
 
     def _program(self, src_index: int, dst_index: int) -> Program:
         """For the segments of those indices, on their own sides."""
-        parts = parts_of(self._source.spec)
-        part = parts[src_index % len(parts)]
+        part = self.parts[src_index % len(self.parts)]
         src = Strides(*self._source.segments[src_index].strides_nbytes)
         dst = Strides(*self._dest.segments[dst_index].strides_nbytes)
         has_heads = part is Part.PAGES
@@ -228,12 +238,13 @@ class _Planner:
         first, last = self.heads if has_heads else (0, 1)
         src_head = (first - self._source.spec.head_offset) * src.head_nbytes if has_heads else 0
         dst_head = (first - self._dest.spec.head_offset) * dst.head_nbytes if has_heads else 0
-        src_places = _places(self._src_pages, self._src_slots, src, src_head)
-        dst_places = _places(look_up(self._page_ids, self._pages.astype(np.int64)), self._dst_slots, dst, dst_head)
-        tiles = tuple(
+        src_pages, src_slots, pages, dst_slots = self._units
+        src_places = _places(src_pages, src_slots, src, src_head)
+        dst_places = _places(self._page_ids, dst_slots, dst, dst_head, through=pages)
+        tiles = [
             make_tile(
-                src_places[units],
-                dst_places[units],
+                src_places if units is None else src_places[units],
+                dst_places if units is None else dst_places[units],
                 num_tokens=num_tokens,
                 num_heads=last - first,
                 row_nbytes=row_nbytes,
@@ -241,31 +252,35 @@ class _Planner:
                 dst=dst,
             )
             for num_tokens, units in self._by_tokens()
+        ]
+        at_once = (
+            all(len(tile.src_pieces) == 1 for tile in tiles)
+            or sum([tile.num_operations for tile in tiles]) <= MAX_OPERATIONS
         )
-        single = all(len(tile.src_pieces) == 1 for tile in tiles)
-        small = sum(tile.num_operations for tile in tiles) <= MAX_OPERATIONS
         return Program(
             num_pages=self.num_pages,
-            nbytes=sum(tile.nbytes for tile in tiles),
+            nbytes=sum([tile.nbytes for tile in tiles]),
             zeros=self._zeros(last - first, row_nbytes, dst, dst_head) if self._zero_tails else None,
-            _tiles=() if single or small else tiles,
-            _plan=tuple(plans_of(tiles, num_pages=self.num_pages)) if single or small else None,
+            _tiles=() if at_once else tuple(tiles),
+            _plan=tuple(plans_of(tiles, num_pages=self.num_pages)) if at_once else None,
         )
 
-    def _by_tokens(self) -> Iterator[tuple[int, slice | NDArray[np.int64]]]:
-        """Units by how many of their tokens travel: all of them but where tails must not."""
+    def _by_tokens(self) -> Iterator[tuple[int, NDArray[np.int64] | None]]:
+        """Units by how many of their tokens travel: all of them (None) but where tails must not."""
         size = self._map.unit_size
         if not self._zero_tails:
-            yield size, slice(None)
+            yield size, None
             return
-        valid = self._map.valid_tokens[self._pages].astype(np.int64) - self._dst_slots
+        _, _, pages, dst_slots = self._units
+        valid = self._map.valid_tokens[pages].astype(np.int64) - dst_slots
         tokens = np.minimum(valid, size)
         for count in np.unique(tokens).tolist():
             yield count, np.flatnonzero(tokens == count)
 
     def _zeros(self, num_heads: int, row_nbytes: int, dst: Strides, dst_head: int, /) -> Plan | None:
         size = self._map.dst_page_size
-        partial = np.flatnonzero((self._map.valid_tokens < size) & self._written)
+        shorter = self._map.valid_tokens < size
+        partial = np.flatnonzero(shorter if self._written is None else shorter & self._written)
         tiles = []
         for count in np.unique(self._map.valid_tokens[partial]).tolist():
             pages = partial[self._map.valid_tokens[partial] == count]
@@ -293,11 +308,14 @@ class _Planner:
         )
 
 
-def _places(pages: Uint32, slots: Uint32, strides: Strides, head_nbytes: int) -> Offsets:
-    places = pages.astype(np.uint64)
-    places *= np.uint64(strides.page_nbytes)
-    if slots.any():
-        places += slots * np.uint64(strides.token_nbytes)
-    if head_nbytes:
-        places += np.uint64(head_nbytes)
-    return places
+def _places(
+    pages: Uint32, slots: Uint32, strides: Strides, head_nbytes: int, *, through: Uint32 | None = None
+) -> Offsets:
+    return offsets_of(
+        pages,
+        slots,
+        page_nbytes=strides.page_nbytes,
+        token_nbytes=strides.token_nbytes,
+        head_nbytes=head_nbytes,
+        places=through,
+    )

@@ -38,6 +38,13 @@ def test_every_slot_must_lie_in_its_region() -> None:
         found.check_inside([104])
 
 
+def test_segments_of_the_same_strides_are_alike_wherever_they_are() -> None:
+    moved, wider = Segment(2, 900, 32, 8, 4), Segment(0, 8, 40, 8, 4)
+    same, other = layout(SEGMENT, SCALES, moved, SCALES), layout(SEGMENT, SCALES, wider, SCALES)
+    assert (same.alike, same.uniform) == ((0, 1, 0, 1), True)
+    assert (other.alike, other.uniform) == ((0, 1, 2, 1), False)
+
+
 def test_numbers_out_of_range_are_refused() -> None:
     with pytest.raises(GeometryError, match=r"len\(segments\) = 2: must be 4"):
         layout(SEGMENT, SCALES)

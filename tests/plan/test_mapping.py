@@ -49,6 +49,13 @@ def test_a_large_page_is_cut_where_tokens_end() -> None:
     assert page_map.valid_tokens.tolist() == [2, 1, 2, 2, 2]
 
 
+def test_pages_of_more_parts_than_there_are_page_ids_are_cut_too() -> None:
+    page_map = mapped(2**31, 1, [[3, 1], [1]], [2, 3])
+    assert tables(page_map) == [[3, 4], [0, 1, 2]]
+    assert page_map.unit_src_pages.tolist() == [1, 1, 1, 3, 3]
+    assert page_map.unit_src_slots.tolist() == [0, 1, 2, 0, 1]
+
+
 def test_a_page_is_as_full_as_the_longest_that_shares_it() -> None:
     assert mapped(4, 4, [[1], [1], [1]], [1, 3, 2]).valid_tokens.tolist() == [3]
     assert mapped(4, 4, [[1], [1, 2]], [1, 5]).valid_tokens.tolist() == [4, 1]
