@@ -19,8 +19,8 @@ __all__ = ["Mover", "Moves"]
 
 Offsets = NDArray[np.uint64]
 
-_MIN_MOVE_NBYTES = 4 << 20
-"""Bytes per native call below which layers are put together: a call costs as much as copying a few pages."""
+_MIN_MOVE_NBYTES = 32 << 20
+"""Bytes per native call below which layers are put together: what is around a call costs as much as copying 2 MiB."""
 
 
 @dataclass(slots=True)
