@@ -7,6 +7,7 @@ Knows the format and specs; trusts nothing, since descriptors come from peers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
@@ -76,12 +77,14 @@ def spec_from(
     order: PageOrder | str = PageOrder.NHD,
     head_offset: int = 0,
     total_heads: int | None = None,
+    known: CacheSpec | None = None,
 ) -> CacheSpec:
     """As `spec_of`, of the descriptors that differ from ``first`` in role and layer alone.
 
     Args:
         first: of any of the roles and layers.
         roles, layers, order, head_offset, total_heads: as of `CacheSpec`.
+        known: what it is likely to be; it is returned itself where it is.
 
     Raises:
         GeometryError: they describe no cache that this engine moves.
@@ -91,19 +94,26 @@ def spec_from(
             "is a private type", field="descriptors[0].element_type", value=first.element_type.wire_name
         )
     scales = _scales(first)
-    return CacheSpec(
-        num_layers=len(layers),
-        num_heads=first.num_heads,
-        head_dim=first.head_dim,
-        page_size=first.page_size,
-        dtype=first.element_type.wire_name,
-        roles=roles,
-        layers=layers,
-        head_offset=head_offset,
-        total_heads=total_heads,
-        scale_dtype=None if scales is None else scales.scale_type.wire_name,
-        zero_points=scales is not None and scales.zero_point_buffer_index is not None,
-    ).with_order(order)
+    spec_fields: dict[str, Any] = {
+        "num_heads": first.num_heads,
+        "head_dim": first.head_dim,
+        "page_size": first.page_size,
+        "dtype": first.element_type.wire_name,
+        "roles": roles,
+        "head_offset": head_offset,
+        "scale_dtype": None if scales is None else scales.scale_type.wire_name,
+        "zero_points": scales is not None and scales.zero_point_buffer_index is not None,
+    }
+    if (
+        known is not None
+        and layers == known.layer_indices
+        and order == known.order
+        and (head_offset + first.num_heads if total_heads is None else total_heads) == known.heads_of_model
+        and all(getattr(known, name) == value for name, value in spec_fields.items())
+    ):
+        return known
+    spec = CacheSpec(num_layers=len(layers), layers=layers, total_heads=total_heads, **spec_fields)
+    return spec.with_order(order)
 
 
 def _layer(index: int, descriptor: Descriptor) -> int:

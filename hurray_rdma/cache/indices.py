@@ -12,7 +12,9 @@ from hurray_rdma.cache._indices import (
     check_distinct,
     check_indices,
     check_page_ids,
+    cut_units,
     dedupe,
+    narrow,
     starts_of,
     valid_pages,
     valid_tokens,
@@ -23,12 +25,16 @@ __all__ = [
     "check_distinct",
     "check_indices",
     "check_page_ids",
+    "cut_units",
     "dedupe",
     "narrowed",
     "starts_of",
     "valid_pages",
     "valid_tokens",
 ]
+
+
+_INT64_MAX = np.uint64(2**63 - 1)
 
 
 def narrowed(values: ArrayLike, *, field: str) -> NDArray[np.uint32]:
@@ -44,8 +50,11 @@ def narrowed(values: ArrayLike, *, field: str) -> NDArray[np.uint32]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise GeometryError("must be integers in one axis", field=field, value=f"{array.dtype} {array.shape}")
-    result = array.astype(np.uint32)
-    if array.dtype != np.uint32 and (wrong := result != array).any():
-        at = int(wrong.argmax())
-        raise GeometryError("must be from 0 to 2**32 - 1", field=f"{field}[{at}]", value=int(array[at]))
+    if array.dtype == np.uint32:
+        return array.copy()
+    # What int64 cannot hold, uint32 cannot either.
+    wide = np.minimum(array, _INT64_MAX) if array.dtype == np.uint64 else array
+    result, wrong = narrow(np.ascontiguousarray(wide, np.int64))
+    if wrong >= 0:
+        raise GeometryError("must be from 0 to 2**32 - 1", field=f"{field}[{wrong}]", value=int(array[wrong]))
     return result

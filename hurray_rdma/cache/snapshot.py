@@ -6,6 +6,7 @@ Knows pages, tables and the descriptors that describe them; moves nothing and le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from hurray_rdma.format import (
     KvRole,
     PerBlockAffine,
     dequantize,
-    encode_tensors,
+    encode_marked,
 )
 
 __all__ = ["Snapshot"]
@@ -72,8 +73,7 @@ class Snapshot:
             GeometryError: as of the class.
         """
         rows = [_uint32(f"tables[{seq}]", table) for seq, table in enumerate(tables)]
-        seq_ptr = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(row) for row in rows], out=seq_ptr[1:])
+        seq_ptr = np.array([*accumulate(map(len, rows), initial=0)], np.int64)
         return cls(pool, np.concatenate(rows) if rows else np.empty(0, np.uint32), seq_ptr, seq_lens)
 
     @property
@@ -83,7 +83,7 @@ class Snapshot:
     @property
     def total_tokens(self) -> int:
         """Tokens of all sequences; a token in an aliased page counts once for each sequence."""
-        return int(self.seq_lens.sum(dtype=np.uint64))
+        return int(np.add.reduce(self.seq_lens, dtype=np.uint64))
 
     def seq_pages(self, seq: int, /) -> NDArray[np.uint32]:
         """Page IDs of one sequence, those allocated ahead included, read-only.
@@ -105,7 +105,7 @@ class Snapshot:
     def encode_descriptors(self, *, dialect: Dialect | DialectName = Dialect.ADR_024) -> bytes:
         """The bytes of `descriptors`, one after the other, without making each of them."""
         tensors = self.pool.spec.tensors
-        return encode_tensors(self._descriptor(*tensors[0]), tensors, dialect=dialect)
+        return encode_marked(self._descriptor(*tensors[0]), self.pool.spec.tensor_marks, dialect=dialect)
 
     def tokens(self, role: str, *, layer: int, seq: int) -> Any:
         """A gathered copy of one sequence, ``[seq_len, num_heads, row_items]``, whatever the order inside pages.

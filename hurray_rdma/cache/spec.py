@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import ElementType, KvRole, PerBlockAffine, element_type_of, storage_dtype
+from hurray_rdma.format import ElementType, KvRole, PerBlockAffine, element_type_of, mark_tensors, storage_dtype
 
 __all__ = ["CacheSpec", "PageOrder"]
 
@@ -75,6 +75,8 @@ class CacheSpec:
     """``total_heads``, whether given or not."""
     tensors: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
     """Every (role, layer), in the order of all lists of them: layer 0 in order of ``roles``, layer 1 ..."""
+    tensor_marks: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
+    """`hurray_rdma.format.mark_tensors` of ``tensors``."""
     element_type: ElementType = field(init=False, repr=False, compare=False)
     """The format's element type of ``dtype``."""
     row_nbytes: int = field(init=False, repr=False, compare=False)
@@ -95,6 +97,7 @@ class CacheSpec:
         object.__setattr__(self, "heads_of_model", last if self.total_heads is None else self.total_heads)
         tensors = tuple((role, layer) for layer in self.layer_indices for role in self.roles)
         object.__setattr__(self, "tensors", tensors)
+        object.__setattr__(self, "tensor_marks", mark_tensors(tensors))
         self._check_heads()
         self._check_quantization()
         bits = self.head_dim * self.element_type.bits

@@ -21,7 +21,7 @@ from hurray_rdma.cache import (
 )
 from hurray_rdma.control import Pool, PoolRegion, PoolSegment, Published, SnapshotFields
 from hurray_rdma.errors import ConfigError, GeometryError
-from hurray_rdma.format import Dialect, check_transferable, decode, encode_tensors, iter_descriptors
+from hurray_rdma.format import Dialect, check_transferable, decode, encode_marked, iter_descriptors
 from hurray_rdma.plan import PageMap, check_pair, map_pages
 from hurray_rdma.transport import Context
 
@@ -131,7 +131,7 @@ def check_snapshot(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect) -
     """
     first = decode(told.descriptors, dialect=dialect)
     order, total_heads = told.order, told.total_heads or None
-    if encode_tensors(first, dest.tensors, dialect=dialect) == told.descriptors:
+    if encode_marked(first, dest.tensor_marks, dialect=dialect) == told.descriptors:
         # What a sender of the same cache writes, to the byte: what holds for one of them holds for all.
         check_transferable(first)
         source = spec_from(
@@ -141,6 +141,7 @@ def check_snapshot(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect) -
             order=order,
             head_offset=told.head_offset,
             total_heads=total_heads,
+            known=dest,
         )
     else:
         descriptors = list(iter_descriptors(told.descriptors, dialect=dialect))

@@ -8,7 +8,15 @@ from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.annotate import AnnotatedField, Annotation
 from hurray_rdma.format.annotate_messages import annotate
 from hurray_rdma.format.buffers import BufferEntry
-from hurray_rdma.format.codec import decode, descriptor_length, encode, encode_many, encode_tensors
+from hurray_rdma.format.codec import (
+    decode,
+    descriptor_length,
+    encode,
+    encode_many,
+    encode_marked,
+    encode_tensors,
+    mark_tensors,
+)
 from hurray_rdma.format.dequantize import dequantize
 from hurray_rdma.format.descriptor import Descriptor
 from hurray_rdma.format.dtypes import (
@@ -88,9 +96,11 @@ __all__ = [
     "element_type_of",
     "encode",
     "encode_many",
+    "encode_marked",
     "encode_quantization",
     "encode_tensors",
     "iter_descriptors",
+    "mark_tensors",
     "numpy_dtype",
     "pack_codes",
     "slot_index",

@@ -11,11 +11,12 @@ units are the same: a shared prefix that ends inside a larger page is written in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache.indices import dedupe, starts_of, valid_pages, valid_tokens
+from hurray_rdma.cache.indices import cut_units, dedupe, starts_of, valid_pages, valid_tokens
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.pagemap import PageMap
 
@@ -57,8 +58,8 @@ def map_pages(
     if src_page_size == dst_page_size:
         mapped = _same(page_ids, places)
     elif src_page_size > dst_page_size:
-        entry, ordinal = _source_entries(trimmed_ptr, dst_ptr, src_page_size // dst_page_size)
-        mapped = _cut(page_ids, places[entry], ordinal, src_page_size, dst_page_size)
+        per_page = src_page_size // dst_page_size
+        mapped = _cut(page_ids, cut_units(places, trimmed_ptr, dst_ptr, per_page), per_page, dst_page_size)
     else:
         per_page = dst_page_size // src_page_size
         rows = np.full((int(dst_ptr[-1]), per_page), len(page_ids), np.int64)  # no page has that place
@@ -98,11 +99,11 @@ def _same(page_ids: Uint32, places: Uint32) -> _Mapped:
     return _Mapped(count, places, page_ids, _zeros(count), np.arange(count, dtype=np.uint32), _zeros(count))
 
 
-def _cut(page_ids: Uint32, places: Uint32, ordinal: Int64, src_page_size: int, dst_page_size: int) -> _Mapped:
-    """Destination pages are units; ``places`` and ``ordinal`` are per destination entry."""
-    per_page = src_page_size // dst_page_size
+def _cut(page_ids: Uint32, unit: NDArray[np.uint64], per_page: int, dst_page_size: int) -> _Mapped:
+    """Destination pages are units; ``unit`` is per destination entry, as of `cut_units`."""
     num_units = len(page_ids) * per_page
-    unit = places.astype(np.int64) * per_page + ordinal
+    distinct: NDArray[Any]
+    number: NDArray[Any]
     if num_units < 2**32:
         distinct, number = dedupe(unit.astype(np.uint32), num_pages=num_units)
     else:
@@ -136,14 +137,6 @@ def _join(page_ids: Uint32, rows: Int64, src_page_size: int) -> _Mapped:
         page.astype(np.uint32),
         (column_of * src_page_size).astype(np.uint32),
     )
-
-
-def _source_entries(src_ptr: Uint32, dst_ptr: Uint32, per_page: int) -> tuple[Int64, Int64]:
-    """For each destination entry the source entry that it is cut from, and which part of it."""
-    counts = _counts(dst_ptr)
-    ordinal = np.arange(dst_ptr[-1]) - np.repeat(dst_ptr[:-1].astype(np.int64), counts)
-    entry, part = np.divmod(ordinal, per_page)
-    return entry + np.repeat(src_ptr[:-1].astype(np.int64), counts), part
 
 
 def _padded_entries(src_ptr: Uint32, dst_ptr: Uint32, per_page: int) -> Int64:

@@ -51,6 +51,39 @@ def test_a_spec_survives_its_descriptors(changes: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 1},
+        {"head_dim": 8},
+        {"page_size": 8},
+        {"dtype": "uint8"},
+        {"roles": ("value", "key")},
+        {"layers": (0, 2)},
+        {"order": "HND"},
+        {"head_offset": 1},
+        {"total_heads": 4},
+        {"scale_dtype": "float16"},
+        {"scale_dtype": "float16", "zero_points": True},
+    ],
+    ids=str,
+)
+def test_a_known_spec_is_returned_exactly_where_it_is_described(changes: dict[str, Any]) -> None:
+    spec, other = CacheSpec(**BASE), CacheSpec(**(BASE | changes))
+    for described, known in ((spec, other), (other, spec), (spec, spec), (other, replace(other))):
+        found = spec_from(
+            descriptors(described)[0],
+            roles=described.roles,
+            layers=described.layer_indices,
+            order=described.order,
+            head_offset=described.head_offset,
+            total_heads=described.total_heads,
+            known=known,
+        )
+        assert found == described
+        assert (found is known) == (described == known)
+
+
 def test_scales_are_buffers_of_the_descriptor() -> None:
     each = descriptors(CacheSpec(**BASE, scale_dtype="float16", zero_points=True))[0]
     assert each.quantization == PerBlockAffine(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hurray_rdma.cache.indices import check_distinct, check_indices
+from hurray_rdma.cache.indices import check_distinct, check_indices, cut_units, narrowed
 from hurray_rdma.errors import GeometryError
 
 
@@ -49,3 +49,45 @@ def test_page_ids_are_distinct_exactly_if_a_set_has_as_many(pages: list[int], nu
         return
     with pytest.raises(GeometryError, match=message):
         check_distinct(uint32(*pages), num_pages=num_pages, field="field_name")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "uint32", "int32", "int64", "uint64", ">i4"])
+def test_integers_of_any_kind_are_narrowed(dtype: str) -> None:
+    values = np.array([3, 0, 127, 9], dtype)
+    for given_values in (values, values[::2], values[:0]):
+        found = narrowed(given_values, field="x")
+        assert found.dtype == np.uint32
+        assert found.tolist() == given_values.tolist()
+        assert not np.shares_memory(found, given_values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, -1, -2], r"x\[1\] = -1: must be from 0 to 2\*\*32 - 1"),
+        ([0, 2**32 - 1, 2**32], r"x\[2\] = 4294967296: must be from 0"),
+        (np.array([5, 2**64 - 1], np.uint64), r"x\[1\] = 18446744073709551615: must be from 0"),
+        (np.array([5, 2**64 - 2**32 + 1], np.uint64), r"x\[1\] = 18446744069414584321: must be from 0"),
+        ([1.0], r"x = 'float64 \(1,\)': must be integers in one axis"),
+        ([[1]], r"x = 'int64 \(1, 1\)': must be integers in one axis"),
+    ],
+)
+def test_what_is_no_uint32_is_refused_with_its_place(values: object, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        narrowed(values, field="x")  # type: ignore[arg-type]
+
+
+def test_parts_of_larger_pages_are_counted_through_all_of_them() -> None:
+    units = cut_units(uint32(1, 0, 1), uint32(0, 2, 2, 3), uint32(0, 5, 5, 6), 3)
+    assert units.tolist() == [3, 4, 5, 0, 1, 3]
+    for src_ptr, dst_ptr in (
+        ([0, 2], [0, 7]),
+        ([0, 4], [0, 6]),
+        ([2, 0], [0, 1]),
+        ([0, 2], [1, 0]),
+        ([0, 2], [0, 1, 2]),
+    ):
+        with pytest.raises(IndexError):
+            cut_units(uint32(1, 0, 1), uint32(*src_ptr), uint32(*dst_ptr), 3)
+    with pytest.raises(IndexError):
+        cut_units(uint32(), uint32(), uint32(), 3)

@@ -215,6 +215,59 @@ def valid_tokens(
     return valid
 
 
+def narrow(const int64_t[::1] values not None):
+    """int64 as uint32, and the place of the first that is below 0 or above 2**32 - 1, -1 where none is."""
+    narrowed = np.empty(values.shape[0], np.uint32)
+    cdef uint32_t[::1] out = narrowed
+    cdef Py_ssize_t at, wrong = -1
+    with nogil:
+        for at in range(values.shape[0]):
+            out[at] = <uint32_t>values[at]
+            if out[at] != values[at] and wrong < 0:
+                wrong = at
+    return narrowed, wrong
+
+
+def cut_units(
+    const uint32_t[::1] places not None,
+    const uint32_t[::1] src_ptr not None,
+    const uint32_t[::1] dst_ptr not None,
+    uint32_t per_page,
+):
+    """The parts of larger pages that the entries of a table of smaller pages are, counted through all larger pages.
+
+    Args:
+        places: the larger page of each entry, uint32 ``[src_ptr[-1]]``.
+        src_ptr: where each sequence starts in ``places``, uint32 ``[num_seqs + 1]``.
+        dst_ptr: where it starts in the table of smaller pages, uint32 ``[num_seqs + 1]``.
+        per_page: smaller pages in a larger one.
+
+    Returns:
+        ``places[entry] * per_page + part``, uint64 ``[dst_ptr[-1]]``.
+
+    Raises:
+        IndexError: a sequence has more smaller pages than are in its larger ones.
+    """
+    cdef Py_ssize_t seq, num_seqs = src_ptr.shape[0] - 1, at
+    cdef uint64_t ordinal, room
+    cdef bint fits = 0 <= num_seqs == dst_ptr.shape[0] - 1 and src_ptr[num_seqs] <= places.shape[0]
+    for seq in range(num_seqs if fits else 0):
+        room = <uint64_t>per_page * (src_ptr[seq + 1] - src_ptr[seq])
+        fits = fits and src_ptr[seq] <= src_ptr[seq + 1] and dst_ptr[seq] <= dst_ptr[seq + 1]
+        fits = fits and dst_ptr[seq + 1] - dst_ptr[seq] <= room
+    if not fits or dst_ptr[0]:
+        raise IndexError("a sequence has more smaller pages than are in its larger ones")
+    units = np.empty(dst_ptr[num_seqs], np.uint64)
+    cdef uint64_t[::1] out = units
+    with nogil:
+        for seq in range(num_seqs):
+            ordinal = 0
+            for at in range(dst_ptr[seq], dst_ptr[seq + 1]):
+                out[at] = <uint64_t>places[src_ptr[seq] + ordinal // per_page] * per_page + ordinal % per_page
+                ordinal += 1
+    return units
+
+
 cdef int check_seq_ptr(Py_ssize_t num_entries, const uint32_t[::1] seq_ptr, const uint32_t[::1] seq_lens) except -1:
     cdef Py_ssize_t last = seq_lens.shape[0], at
     if seq_ptr.shape[0] != last + 1:
