@@ -31,6 +31,7 @@ from hurray_rdma.format import (
 __all__ = ["Snapshot"]
 
 _ALIGNMENT_NBYTES = 4096
+_ROLES = {role.wire_name: role for role in KvRole}
 
 
 class Snapshot:
@@ -159,7 +160,7 @@ class Snapshot:
             num_pages=self.pool.num_pages,
             num_seqs=self.num_seqs,
             block_table_length=len(self.block_table),
-            kv_role=role,
+            kv_role=_ROLES[role],
             layer_index=layer,
             device_tag=DeviceTag.CPU if self.pool.device == "cpu" else DeviceTag.CUDA,
             alignment=_ALIGNMENT_NBYTES,

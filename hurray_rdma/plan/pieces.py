@@ -72,14 +72,8 @@ def make_tile(
     dst: Strides,
 ) -> Tile:
     """A rectangle of ``num_tokens`` tokens of ``num_heads`` heads, ``row_nbytes`` each, at the given places."""
-    axes = sorted(
-        (dst_step, src_step, count)
-        for count, src_step, dst_step in (
-            (num_tokens, src.token_nbytes, dst.token_nbytes),
-            (num_heads, src.head_nbytes, dst.head_nbytes),
-        )
-        if count > 1
-    )
+    axes = [(dst.token_nbytes, src.token_nbytes, num_tokens), (dst.head_nbytes, src.head_nbytes, num_heads)]
+    axes = sorted([axis for axis in axes if axis[2] > 1])
     piece_nbytes = row_nbytes
     while axes and axes[0][0] == axes[0][1] == piece_nbytes:
         piece_nbytes *= axes.pop(0)[2]
