@@ -23,6 +23,7 @@ from hurray_rdma.control.events import (
     AbortRequested,
     Acknowledged,
     AllEnded,
+    Committed,
     DescriptorEnded,
     Event,
     Fetched,
@@ -34,6 +35,7 @@ from hurray_rdma.control.events import (
     PublishedHeard,
     Quiesced,
     Refused,
+    Reserved,
     SessionClosed,
     SessionOpened,
     TensorData,
@@ -43,7 +45,7 @@ from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import Listener, serve
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, SnapshotFields
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve, SnapshotFields
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
@@ -62,6 +64,7 @@ __all__ = [
     "Capability",
     "Channel",
     "ClientSession",
+    "Committed",
     "DescriptorEnded",
     "ErrorCode",
     "Event",
@@ -90,6 +93,8 @@ __all__ = [
     "PublishedHeard",
     "Quiesced",
     "Refused",
+    "Reserve",
+    "Reserved",
     "SSLContext",
     "ServerSession",
     "Session",

@@ -1,4 +1,4 @@
-"""The connecting side of a session: it says HELLO, proves itself, offers or fetches snapshots, says what is done.
+"""The connecting side of a session: it says HELLO, proves itself, asks for transfers, says what is done.
 
 This module knows what a client may say and hear. It knows no sockets, and it does not know how pages are written or
 read: ``data_end`` tells it when those of a descriptor are complete at the server, ``read_end`` when all are read.
@@ -6,8 +6,8 @@ read: ``data_end`` tells it when those of a descriptor are complete at the serve
 
 from __future__ import annotations
 
-from hurray_rdma.control.checks import Uint32Array
-from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, StaleGenerationError, error_code, error_from_code
+from hurray_rdma.control.answers import check_commit, check_grant, check_published
+from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
 from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
 from hurray_rdma.control.events import (
     AbortRequested,
@@ -32,14 +32,16 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
-from hurray_rdma.control.states import Direction, SessionState, Step, TransferState
+from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
-from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, ProtocolError
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, ProtocolError
 
 __all__ = ["ClientSession"]
+
+_ASKED = {TransferKind.PUSH: "offer", TransferKind.PULL: "fetch", TransferKind.RESERVATION: "reservation"}
 
 
 class ClientSession(Session):
@@ -95,14 +97,26 @@ class ClientSession(Session):
         """
         return self._ask(fetch, now + timeout_s)
 
-    def _ask(self, request: Offer | Fetch, due: float) -> int:
+    def reserve(self, reserve: Reserve, *, now: float, timeout_s: float) -> int:
+        """Have pages granted ahead; answered by Granted or Refused within ``timeout_s``.
+
+        Once granted they are for one ``commit``, whenever it comes; ``abort`` and ``quiet`` give them back. The server
+        may recall them at any time: AbortRequested.
+
+        Returns:
+            The transfer's id.
+
+        Raises:
+            PeerLostError: the session is closed.
+            LocalProtocolError: the session is not open yet, or all its stream ids are used up.
+        """
+        return self._ask(reserve, now + timeout_s)
+
+    def _ask(self, request: Request, due: float) -> int:
         self._require_open()
         transfer_id = self._book.next_id
-        if isinstance(request, Offer):
-            transfer = Transfer(transfer_id, Direction.PUSH, request.num_descriptors, request)
-        else:
-            transfer = Transfer(transfer_id, Direction.PULL, 1)
-        if transfer_id + transfer.num_descriptors > LAST_STREAM_ID:
+        transfer = Transfer.of(transfer_id, request)
+        if transfer.last_stream_id > LAST_STREAM_ID:
             raise LocalProtocolError("all stream ids of this session are used up", fix="Connect anew")
         self._send(request, transfer_id)
         self._book.add(transfer)
@@ -118,7 +132,7 @@ class ClientSession(Session):
         Raises:
             LocalProtocolError: not granted yet, no such descriptor, or it ended before.
         """
-        return self._end(transfer_id, descriptor_index, Direction.PUSH, now)
+        return self._end(transfer_id, descriptor_index, TransferKind.PUSH, now)
 
     def read_end(self, transfer_id: int, *, now: float) -> bool:
         """Every page of a fetched snapshot has been read: no read is in flight any more. Answered by Acknowledged.
@@ -131,16 +145,46 @@ class ClientSession(Session):
         Raises:
             LocalProtocolError: not published yet, not a pull, or it was said before.
         """
-        return self._end(transfer_id, 0, Direction.PULL, now)
+        return self._end(transfer_id, 0, TransferKind.PULL, now)
 
-    def _end(self, transfer_id: int, descriptor_index: int, direction: Direction, now: float) -> bool:
-        transfer = self._granted(transfer_id, descriptor_index, direction)
+    def commit(self, transfer_id: int, offer: Offer, *, now: float) -> bool:
+        """The pages granted ahead hold this whole snapshot (flushed, not only posted). Answered by Acknowledged.
+
+        Args:
+            transfer_id: a granted reservation.
+            offer: what was written, in the order derived from its table into the first pages of the grant; the rest of
+                them are the server's again.
+            now: the time.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            LocalProtocolError: not granted yet, not a reservation, or it was committed before.
+            StaleGenerationError: it is for another pool or generation than was reserved.
+            ConfigError: it is larger than what the peer accepts, or said to come in frames. The reservation stays.
+        """
+        transfer = self._granted(transfer_id, TransferKind.RESERVATION)
+        if transfer is None:
+            return False
+        if transfer.state is TransferState.ENDED:
+            raise LocalProtocolError(f"transfer {transfer_id} was committed before")
+        commit = Commit(offer)
+        check_commit(transfer.request, commit)
+        _, parts = self._frame(commit, transfer_id)
+        self._book.say(transfer, Step.LAST_END)
+        transfer.commit = tuple(parts)
+        self._say_ends(transfer, now)
+        return True
+
+    def _end(self, transfer_id: int, descriptor_index: int, kind: TransferKind, now: float) -> bool:
+        transfer = self._granted(transfer_id, kind, descriptor_index)
         if transfer is None:
             return False
         step = transfer.end_step(descriptor_index)
         if step is None:
             rule = f"descriptor {descriptor_index} of transfer {transfer_id} ended before"
-            raise LocalProtocolError(rule if direction is Direction.PUSH else f"transfer {transfer_id} ended before")
+            raise LocalProtocolError(rule if kind is TransferKind.PUSH else f"transfer {transfer_id} ended before")
         self._book.say(transfer, step)
         transfer.mark_ended(descriptor_index)
         self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
@@ -167,7 +211,7 @@ class ClientSession(Session):
             ConfigError: larger than what the peer accepts in one message.
             LocalProtocolError: not granted yet, no such descriptor, it ended before, or bytes were left out.
         """
-        transfer = self._granted(transfer_id, descriptor_index, Direction.PUSH)
+        transfer = self._granted(transfer_id, TransferKind.PUSH, descriptor_index)
         if transfer is None:
             return False
         expected = transfer.next_offsets.get(descriptor_index, 0)
@@ -203,15 +247,15 @@ class ClientSession(Session):
         self._send(Quiet(), transfer_id)
         return True
 
-    def _granted(self, transfer_id: int, descriptor_index: int, direction: Direction) -> Transfer | None:
+    def _granted(self, transfer_id: int, kind: TransferKind, descriptor_index: int | None = None) -> Transfer | None:
         transfer = self._book.get(transfer_id)
         if transfer is not None:
-            transfer.require(direction)
+            transfer.require(kind)
         if self.is_closed or transfer is None or transfer.state is TransferState.STOPPING or not transfer.is_open:
             return None
         if transfer.state is TransferState.OFFERED:
             raise LocalProtocolError(f"transfer {transfer_id} is not answered yet")
-        if not 0 <= descriptor_index < transfer.num_descriptors:
+        if descriptor_index is not None and not 0 <= descriptor_index < transfer.num_descriptors:
             raise LocalProtocolError(
                 f"must be 0 to {transfer.num_descriptors - 1}", field="descriptor_index", value=descriptor_index
             )
@@ -273,14 +317,14 @@ class ClientSession(Session):
         self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
     ) -> None:
         match message:
-            case Grant() if transfer.direction is Direction.PUSH:
-                if self._awaits_answer(transfer):
-                    self._check_grant(transfer, message)
+            case Grant() if transfer.kind is not TransferKind.PULL:
+                if self._awaits_answer(transfer) and isinstance(transfer.request, Offer | Reserve):
+                    check_grant(self.pools, transfer.request, message)
                     self._book.hear(transfer, Step.GRANT)
                     events.append(Granted(transfer.transfer_id, message))
-            case Published() if transfer.direction is Direction.PULL:
+            case Published() if transfer.kind is TransferKind.PULL:
                 if self._awaits_answer(transfer):
-                    self._check_pages(message.pool_id, message.generation, "block_table", message.block_table)
+                    check_published(self.pools, message)
                     self._book.hear(transfer, Step.GRANT)
                     events.append(PublishedHeard(transfer.transfer_id, message))
             case ErrorMessage(code=code, text=text):
@@ -300,7 +344,7 @@ class ClientSession(Session):
                     events.append(Acknowledged(transfer.transfer_id))
             case _:
                 raise ProtocolError(
-                    f"a server does not say {type(message).__name__} on the stream of a {transfer.direction.name}"
+                    f"a server does not say {type(message).__name__} on the stream of a {transfer.kind.name}"
                 )
 
     def _awaits_answer(self, transfer: Transfer) -> bool:
@@ -308,28 +352,6 @@ class ClientSession(Session):
             self._reply(Abort(ErrorCode.ABORTED, "nobody waits for this answer any more"), transfer.transfer_id)
             self._reply(Quiet(), transfer.transfer_id)
         return transfer.state is TransferState.OFFERED
-
-    def _check_grant(self, transfer: Transfer, grant: Grant) -> None:
-        offer = transfer.offer
-        if offer is None or offer.generation != grant.generation:
-            raise StaleGenerationError(
-                f"pages were granted at generation {grant.generation} of the pool, "
-                f"but offered to at {None if offer is None else offer.generation}"
-            )
-        self._check_pages(offer.pool_id, grant.generation, "page_ids", grant.page_ids)
-
-    def _check_pages(self, pool_id: int, generation: int, name: str, page_ids: Uint32Array) -> None:
-        pool = self.pools.get(pool_id)
-        if pool is None or pool.generation != generation:
-            now = "is not announced (any more)" if pool is None else f"is at generation {pool.generation}"
-            raise StaleGenerationError(f"pages were answered at generation {generation} of pool {pool_id}, which {now}")
-        if len(page_ids) and int(page_ids.max()) >= pool.num_pages:
-            at = int(page_ids.argmax())
-            raise GeometryError(
-                f"is not below num_pages {pool.num_pages} of pool {pool_id}",
-                field=f"{name}[{at}]",
-                value=int(page_ids[at]),
-            )
 
     def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
         if transfer.state is TransferState.STOPPING:
@@ -348,16 +370,20 @@ class ClientSession(Session):
 
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
         if transfer.state is TransferState.OFFERED:
-            if transfer.direction is Direction.PUSH:
-                rule = "the peer did not answer the offer in its time"
-                fix = "Its pool may be full: offers wait there until pages are released"
-            else:
-                rule, fix = "the peer did not answer the fetch in its time", None
-            error = DeadlineExceededError(rule, fix=fix)
+            fix = "Its pool may be full: offers and reservations wait there until pages are released"
+            error = DeadlineExceededError(
+                f"the peer did not answer the {_ASKED[transfer.kind]} in its time",
+                fix=None if transfer.kind is TransferKind.PULL else fix,
+            )
             self._stop_for(transfer, error, now)
             events.append(Refused(transfer.transfer_id, error))
         elif transfer.state is TransferState.ENDED:
             # No acknowledgement yet: an end, or the acknowledgement, may be lost. Repeating is harmless.
-            for descriptor_index in range(transfer.num_descriptors):
-                self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
-            self._book.schedule(transfer, now + self._retry_s)
+            self._say_ends(transfer, now)
+
+    def _say_ends(self, transfer: Transfer, now: float) -> None:
+        """Say what ends the transfer, whole, and again unless it is acknowledged."""
+        self._parts += transfer.commit
+        for descriptor_index in range(transfer.num_descriptors):
+            self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
+        self._book.schedule(transfer, now + self._retry_s)

@@ -79,6 +79,8 @@ class MessageType(IntEnum):
     QUIET = 0xF5
     FETCH = 0xF6
     PUBLISHED = 0xF7
+    RESERVE = 0xF8
+    COMMIT = 0xF9
 
 
 class Capability(IntFlag):

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from hurray_rdma.control.codes import error_from_code
 from hurray_rdma.control.config import PeerInfo
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import HurrayError
 
@@ -18,6 +18,7 @@ __all__ = [
     "AbortRequested",
     "Acknowledged",
     "AllEnded",
+    "Committed",
     "DescriptorEnded",
     "Event",
     "Fetched",
@@ -29,6 +30,7 @@ __all__ = [
     "PublishedHeard",
     "Quiesced",
     "Refused",
+    "Reserved",
     "SessionClosed",
     "SessionOpened",
     "TensorData",
@@ -78,8 +80,18 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserved:
+    """Server: answer with ``grant``, of just so many pages, or ``refuse``. What was granted may be recalled by
+    ``abort`` at any time."""
+
+    transfer_id: int
+    reserve: Reserve
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
-    """Client: write the pages, then ``data_end`` for each descriptor."""
+    """Client: write the pages, then ``data_end`` for each descriptor; or, if they are granted ahead, keep them until
+    there is something to write, then ``commit``."""
 
     transfer_id: int
     grant: Grant
@@ -103,7 +115,7 @@ class PublishedHeard:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Client: the offer or fetch came to nothing (refused, or unanswered in its time).
+    """Client: the offer, fetch or reservation came to nothing (refused, or unanswered in its time).
     Nothing is owed; free the pages."""
 
     transfer_id: int
@@ -133,6 +145,14 @@ class AllEnded:
     """Server: every descriptor ended, or the reader is done; answer with ``acknowledge``."""
 
     transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Server: the pages granted ahead hold this snapshot; answer with ``acknowledge``, or ``abort`` if it cannot be."""
+
+    transfer_id: int
+    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +204,7 @@ Event: TypeAlias = (
     | PoolRemoved
     | PoolsAnnounced
     | Offered
+    | Reserved
     | Granted
     | Fetched
     | PublishedHeard
@@ -191,6 +212,7 @@ Event: TypeAlias = (
     | TensorData
     | DescriptorEnded
     | AllEnded
+    | Committed
     | Acknowledged
     | AbortRequested
     | Quiesced

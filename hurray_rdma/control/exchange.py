@@ -1,7 +1,7 @@
 """The private messages about a session and about the end of a transfer as values: SESSION, ABORT, QUIET.
 
 This module knows what these messages may say, and checks it when one is made; so do, for the others, pools.py (POOL)
-and offers.py (OFFER, GRANT, FETCH, PUBLISHED). It knows neither bytes nor order.
+and offers.py (OFFER, FETCH, RESERVE and what answers them). It knows neither bytes nor order.
 """
 
 from __future__ import annotations

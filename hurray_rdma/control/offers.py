@@ -1,4 +1,4 @@
-"""The messages that begin a transfer as values: OFFER and its GRANT, FETCH and its PUBLISHED; checked when made.
+"""The messages that make a transfer as values, checked when made: OFFER, FETCH and RESERVE, their answers, and COMMIT.
 
 This module knows what these messages may say: ranges, sizes, which number must equal which. It knows neither bytes nor
 order. Rules are checked in the constructors, so that one check serves what is to be sent and what was received.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,11 +25,12 @@ from hurray_rdma.control.checks import (
 )
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError
 
-__all__ = ["Fetch", "Grant", "Offer", "Published", "SnapshotFields"]
+__all__ = ["Commit", "Fetch", "Grant", "Offer", "Published", "Request", "Reserve", "SnapshotFields"]
 
 _MAX_KEY_CHARS = 1024
 _MAX_LANE_CHARS = 64
-_PATHS = ("mapped", "put", "frames")
+_ONE_SIDED_PATHS = ("mapped", "put")
+_PATHS = (*_ONE_SIDED_PATHS, "frames")
 _MAX_PAGE_KEY_NBYTES = 256
 _DESCRIPTOR_HEADER_NBYTES = 20
 
@@ -110,12 +112,15 @@ class SnapshotFields:
             )
 
 
-def _check_request(key: str, deadline_s: float, lane: str, path: str) -> None:
-    at_most("key", key, _MAX_KEY_CHARS)
-    seconds("deadline_s", deadline_s)
-    at_most("lane", lane, _MAX_LANE_CHARS)
-    if path not in _PATHS:
-        raise ConfigError(f"must be one of {', '.join(_PATHS)}", field="path", value=path[:40])
+def _check_request(request: Request, paths: tuple[str, ...] = _PATHS) -> None:
+    seconds("deadline_s", request.deadline_s)
+    at_most("lane", request.lane, _MAX_LANE_CHARS)
+    _check_path(request.path, paths)
+
+
+def _check_path(path: str, allowed: tuple[str, ...]) -> None:
+    if path not in allowed:
+        raise ConfigError(f"must be one of {', '.join(allowed)}", field="path", value=path[:40])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,7 +140,8 @@ class Offer(SnapshotFields):
     """How the client will write: ``mapped`` (stores into mapped memory), ``put`` (UCX) or ``frames`` (TENSOR_DATA)."""
 
     def __post_init__(self) -> None:
-        _check_request(self.key, self.deadline_s, self.lane, self.path)
+        at_most("key", self.key, _MAX_KEY_CHARS)
+        _check_request(self)
         SnapshotFields.__post_init__(self)  # super() does not know the class that slots=True makes anew.
 
 
@@ -156,7 +162,8 @@ class Fetch:
     """How the client will read: ``mapped`` (loads from mapped memory), ``put`` (UCX, by get) or ``frames``."""
 
     def __post_init__(self) -> None:
-        _check_request(self.key, self.deadline_s, self.lane, self.path)
+        at_most("key", self.key, _MAX_KEY_CHARS)
+        _check_request(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -196,7 +203,7 @@ def _walk_descriptors(data: bytes) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grant:
-    """GRANT (0xF3): the server's pages for an offer, in the order both sides derive from the offered table.
+    """GRANT (0xF3): the server's pages, in the order both sides derive from the table of the offer or of the commit.
 
     Raises:
         ConfigError: the lease is not a time.
@@ -223,3 +230,53 @@ class Grant:
         repeated = np.flatnonzero(in_order[1:] == in_order[:-1])
         if len(repeated):
             raise GeometryError("a page may be granted once", field="page_ids", value=int(in_order[repeated[0]]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """RESERVE (0xF8): the client wants pages granted ahead, for a snapshot it does not name yet. Owns stream T only.
+
+    The answer is a GRANT of exactly ``num_pages`` pages, none of them resident.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    pool_id: int
+    """The server's pool."""
+    generation: int
+    """Of that pool."""
+    num_pages: int
+    """How many of the server's pages; 1 or more."""
+    deadline_s: float
+    """How long the client will wait for an answer, seconds from now on."""
+    lane: str = ""
+    """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
+    path: str = "put"
+    """How the client will write: ``mapped`` or ``put``; nothing can be sent in frames before it is offered."""
+
+    def __post_init__(self) -> None:
+        between("pool_id", self.pool_id, 0, U32_MAX)
+        between("generation", self.generation, 0, U64_MAX)
+        between("num_pages", self.num_pages, 1, U32_MAX)
+        _check_request(self, _ONE_SIDED_PATHS)
+
+
+Request: TypeAlias = Offer | Fetch | Reserve
+"""What opens a transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """COMMIT (0xF9): the pages granted ahead, the first ones in the order both sides derive from the table, hold this
+    whole snapshot; the rest are the server's again.
+
+    Raises:
+        ConfigError: the pages are said to come in frames.
+    """
+
+    offer: Offer
+    """What was written; its ``deadline_s`` says nothing."""
+
+    def __post_init__(self) -> None:
+        _check_path(self.offer.path, _ONE_SIDED_PATHS)

@@ -1,4 +1,4 @@
-"""Payloads of the private messages 0xF0..0xF7: MessagePack arrays of a fixed schema.
+"""Payloads of the private messages 0xF0..0xF9: MessagePack arrays of a fixed schema.
 
 This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
 (types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The rules on
@@ -19,7 +19,7 @@ from hurray_rdma.control.checks import Uint8Array, Uint32Array
 from hurray_rdma.control.codes import ErrorCode, MessageType
 from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, SnapshotFields
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import HurrayError, ProtocolError
 
@@ -98,6 +98,15 @@ class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     lease_s: float
 
 
+class _Reserve(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    pool_id: int
+    generation: int
+    num_pages: int
+    deadline_s: float
+    lane: str
+    path: str
+
+
 class _Abort(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     code: int
     reason: str
@@ -110,6 +119,7 @@ _OFFER = msgspec.msgpack.Decoder(_Offer)
 _FETCH = msgspec.msgpack.Decoder(_Fetch)
 _PUBLISHED = msgspec.msgpack.Decoder(_Published)
 _GRANT = msgspec.msgpack.Decoder(_Grant)
+_RESERVE = msgspec.msgpack.Decoder(_Reserve)
 _ABORT = msgspec.msgpack.Decoder(_Abort)
 
 
@@ -180,9 +190,25 @@ def _snapshot_fields(raw: _Snapshot) -> dict[str, Any]:
     }
 
 
-def _decode_offer(payload: memoryview) -> Message:
+def _decode_offer(payload: memoryview) -> Offer:
     raw = _OFFER.decode(payload)
     return Offer(key=raw.key, deadline_s=raw.deadline_s, lane=raw.lane, path=raw.path, **_snapshot_fields(raw))
+
+
+def _decode_commit(payload: memoryview) -> Message:
+    return Commit(_decode_offer(payload))
+
+
+def _decode_reserve(payload: memoryview) -> Message:
+    raw = _RESERVE.decode(payload)
+    return Reserve(
+        pool_id=raw.pool_id,
+        generation=raw.generation,
+        num_pages=raw.num_pages,
+        deadline_s=raw.deadline_s,
+        lane=raw.lane,
+        path=raw.path,
+    )
 
 
 def _decode_fetch(payload: memoryview) -> Message:
@@ -239,6 +265,8 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
     MessageType.QUIET: _checked(_decode_quiet),
     MessageType.FETCH: _checked(_decode_fetch),
     MessageType.PUBLISHED: _checked(_decode_published),
+    MessageType.RESERVE: _checked(_decode_reserve),
+    MessageType.COMMIT: _checked(_decode_commit),
 }
 """Payload decoder of each private message type; each raises :class:`ProtocolError` and nothing else."""
 
@@ -255,6 +283,10 @@ def _snapshot_values(snapshot: SnapshotFields) -> tuple[object, ...]:
     return (*values, snapshot.page_keys.tobytes(), snapshot.page_keys.shape[1])
 
 
+def _offer_values(offer: Offer) -> tuple[object, ...]:
+    return (*_snapshot_values(offer), offer.key, float(offer.deadline_s), offer.lane, offer.path)
+
+
 def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryview]]:
     """Type and payload of a private message; elements in the order of the schemas above."""
     match message:
@@ -269,8 +301,13 @@ def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryvi
             fields += (tuple(map(astuple, pool.regions)), tuple(map(astuple, pool.segments)))
             return MessageType.POOL, [_ENCODER.encode(fields)]
         case Offer() as offer:
-            fields = (*_snapshot_values(offer), offer.key, float(offer.deadline_s), offer.lane, offer.path)
-            return MessageType.OFFER, [_ENCODER.encode(fields)]
+            return MessageType.OFFER, [_ENCODER.encode(_offer_values(offer))]
+        case Commit(offer=offer):
+            return MessageType.COMMIT, [_ENCODER.encode(_offer_values(offer))]
+        case Reserve() as reserve:
+            fields = (reserve.pool_id, reserve.generation, reserve.num_pages)
+            fields += (float(reserve.deadline_s), reserve.lane, reserve.path)
+            return MessageType.RESERVE, [_ENCODER.encode(fields)]
         case Grant() as grant:
             resident = grant.resident.astype(np.uint8).tobytes()
             fields = (grant.generation, _le(grant.page_ids), resident, float(grant.lease_s))

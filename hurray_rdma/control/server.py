@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hmac
 
+from hurray_rdma.control.answers import check_commit, check_reserved
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError, error_code
 from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
 from hurray_rdma.control.events import (
     AbortRequested,
     AllEnded,
+    Committed,
     DescriptorEnded,
     Event,
     Fetched,
     Offered,
     Quiesced,
+    Reserved,
     TensorData,
     TransferFailed,
 )
@@ -33,14 +36,16 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.session import MAX_ERROR_TEXT_CHARS, PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
-from hurray_rdma.control.states import Direction, SessionState, Step, TransferState
+from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import AuthenticationError, HurrayError, ProtocolError
 
 __all__ = ["ServerSession"]
+
+_REQUESTS = {TransferKind.PUSH: Offer, TransferKind.PULL: Fetch, TransferKind.RESERVATION: Reserve}
 
 
 class ServerSession(Session):
@@ -82,16 +87,17 @@ class ServerSession(Session):
         return True
 
     def grant(self, transfer_id: int, grant: Grant, *, now: float) -> bool:
-        """Answer an offer with pages.
+        """Answer an offer, or a reservation, with pages.
 
         Returns:
             False if the transfer ended meanwhile: nothing was sent, the pages are the caller's again.
 
         Raises:
-            LocalProtocolError: the offer was answered before, or the transfer is no offer.
+            LocalProtocolError: it was answered before, or the transfer is a fetch.
             ConfigError: the grant is larger than what the peer accepts; the offer still waits.
+            GeometryError: not just the pages that were reserved; the reservation still waits.
         """
-        return self._answer(transfer_id, Direction.PUSH, grant)
+        return self._answer(transfer_id, grant, TransferKind.PUSH, TransferKind.RESERVATION)
 
     def publish(self, transfer_id: int, published: Published, *, now: float) -> bool:
         """Answer a fetch with the snapshot; its pages must stay as they are until AllEnded or Quiesced.
@@ -103,13 +109,15 @@ class ServerSession(Session):
             LocalProtocolError: the fetch was answered before, or the transfer is no fetch.
             ConfigError: the answer is larger than what the peer accepts; the fetch still waits.
         """
-        return self._answer(transfer_id, Direction.PULL, published)
+        return self._answer(transfer_id, published, TransferKind.PULL)
 
-    def _answer(self, transfer_id: int, direction: Direction, answer: Grant | Published) -> bool:
+    def _answer(self, transfer_id: int, answer: Grant | Published, *kinds: TransferKind) -> bool:
         transfer = self._book.get(transfer_id)
         if self.is_closed or transfer is None:
             return False
-        transfer.require(direction)
+        transfer.require(*kinds)
+        if isinstance(answer, Grant) and isinstance(transfer.request, Reserve):
+            check_reserved(transfer.request, answer)
         # Framed first: an answer that is too large must leave the request unanswered.
         _, parts = self._frame(answer, transfer_id)
         if not self._book.say(transfer, Step.GRANT):
@@ -118,7 +126,7 @@ class ServerSession(Session):
         return True
 
     def refuse(self, transfer_id: int, error: HurrayError, *, now: float) -> bool:
-        """Answer an offer or a fetch with an error; the client raises it in its own type.
+        """Answer an offer, a fetch or a reservation with an error; the client raises it in its own type.
 
         Returns:
             False if the transfer ended meanwhile.
@@ -139,13 +147,13 @@ class ServerSession(Session):
     def acknowledge(self, transfer_id: int, *, now: float) -> bool:
         """Tell the client that the whole snapshot is here, or that the pages it read were under lease until now.
 
-        After AllEnded. A lease that ran out meanwhile is told by ``abort`` instead.
+        After AllEnded or Committed. A lease that ran out meanwhile is told by ``abort`` instead.
 
         Returns:
             False if the transfer is ending or has ended.
 
         Raises:
-            LocalProtocolError: not every descriptor has ended.
+            LocalProtocolError: not every descriptor has ended, or nothing was committed.
         """
         if self.is_closed or not self._book.say(self._book.get(transfer_id), Step.ACKNOWLEDGE):
             return False
@@ -223,7 +231,7 @@ class ServerSession(Session):
         raise ProtocolError(f"a client does not say {type(message).__name__} on the session stream")
 
     def _hear_unknown_stream(self, stream_id: int, message: Message, events: list[Event]) -> None:
-        if isinstance(message, Offer | Fetch):
+        if isinstance(message, Offer | Fetch | Reserve):
             self._hear_request(stream_id, message, events)
         elif isinstance(message, Malformed):
             self._reply(self._error_message(message.error), stream_id)
@@ -231,13 +239,12 @@ class ServerSession(Session):
             error = ProtocolError("no transfer owns this stream", field="stream_id", value=stream_id)
             self._reply(self._error_message(error), stream_id)
 
-    def _hear_request(self, transfer_id: int, request: Offer | Fetch, events: list[Event]) -> None:
-        num_streams = request.num_descriptors if isinstance(request, Offer) else 1
-        last = transfer_id + num_streams
+    def _hear_request(self, transfer_id: int, request: Request, events: list[Event]) -> None:
+        transfer = Transfer.of(transfer_id, request)
         error: HurrayError | None = None
-        if transfer_id < self._book.next_id or last > LAST_STREAM_ID:
+        if transfer_id < self._book.next_id or transfer.last_stream_id > LAST_STREAM_ID:
             error = ProtocolError(
-                f"must be at least {self._book.next_id} (ids ascend), with {num_streams} streams after it",
+                f"must be at least {self._book.next_id} (ids ascend), with {transfer.num_descriptors} streams after it",
                 field="transfer_id",
                 value=transfer_id,
             )
@@ -246,22 +253,21 @@ class ServerSession(Session):
         if error is not None:
             self._reply(self._error_message(error), transfer_id)
             return
-        if isinstance(request, Offer):
-            self._book.add(Transfer(transfer_id, Direction.PUSH, num_streams))
-            events.append(Offered(transfer_id, request))
-        else:
-            self._book.add(Transfer(transfer_id, Direction.PULL, num_streams))
-            events.append(Fetched(transfer_id, request))
+        self._book.add(transfer)
+        match request:
+            case Offer():
+                events.append(Offered(transfer_id, request))
+            case Fetch():
+                events.append(Fetched(transfer_id, request))
+            case Reserve():
+                events.append(Reserved(transfer_id, request))
 
     def _hear_transfer(
         self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
     ) -> None:
-        is_push = transfer.direction is Direction.PUSH
+        if descriptor_index is None and isinstance(message, _REQUESTS[transfer.kind]):
+            return  # Repeated.
         match message, descriptor_index:
-            case Offer(), None if is_push:
-                return  # Repeated.
-            case Fetch(), None if not is_push:
-                return
             case Abort(code=code, reason=reason), None:
                 self._hear_abort(transfer, code, reason, now, events)
             case ErrorMessage(code=code, text=text), _:
@@ -270,12 +276,14 @@ class ServerSession(Session):
                 self._hear_quiet(transfer, events)
             case TensorDataEndMessage(), int(index):
                 self._hear_end(transfer, index, events)
-            case TensorDataMessage(), int(index) if is_push:
+            case TensorDataMessage(), int(index) if transfer.kind is TransferKind.PUSH:
                 self._hear_data(transfer, index, message, events)
+            case Commit(), None if transfer.kind is TransferKind.RESERVATION:
+                self._hear_commit(transfer, message, events)
             case _:
                 where = "the first stream" if descriptor_index is None else "a later stream"
                 raise ProtocolError(
-                    f"a client does not say {type(message).__name__} on {where} of a {transfer.direction.name}"
+                    f"a client does not say {type(message).__name__} on {where} of a {transfer.kind.name}"
                 )
 
     def _hear_abort(self, transfer: Transfer, code: int, reason: str, now: float, events: list[Event]) -> None:
@@ -302,10 +310,17 @@ class ServerSession(Session):
                 self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
         elif self._book.hear(transfer, step):
             transfer.mark_ended(index)
-            if transfer.direction is Direction.PUSH:
+            if transfer.kind is TransferKind.PUSH:
                 events.append(DescriptorEnded(transfer.transfer_id, index))
             if step is Step.LAST_END:
                 events.append(AllEnded(transfer.transfer_id))
+
+    def _hear_commit(self, transfer: Transfer, commit: Commit, events: list[Event]) -> None:
+        if transfer.state is TransferState.DONE:
+            self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
+        elif self._book.hear(transfer, Step.LAST_END):
+            check_commit(transfer.request, commit)
+            events.append(Committed(transfer.transfer_id, commit.offer))
 
     def _hear_data(self, transfer: Transfer, index: int, message: TensorDataMessage, events: list[Event]) -> None:
         if not self._book.hear(transfer, Step.DATA):

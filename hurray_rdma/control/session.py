@@ -29,8 +29,8 @@ from hurray_rdma.errors import (
 __all__ = ["MAX_ERROR_TEXT_CHARS", "PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Session"]
 
 SESSION_STREAM_ID = 1
-PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/2")
-"""Layout entry of a HELLO that says: I speak the private messages, in the second version of their layout."""
+PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/3")
+"""Layout entry of a HELLO that says: I speak the private messages, in the third version of their layout."""
 
 MAX_ERROR_TEXT_CHARS = 1000
 _MAX_UNSENT_REPLIES_NBYTES = 1024 * 1024

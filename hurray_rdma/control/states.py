@@ -10,8 +10,9 @@ A transfer, seen from either side::
        |                  |                                             |
        +--REFUSE--> REFUSED    any of the three --ABORT--> STOPPING --QUIET--> STOPPED
 
-A push and a pull walk the same way. In a pull PUBLISHED is the GRANT and the reader's END is the LAST_END, and what is
-said here of writing holds for reading: the server's source pages are under lease from GRANT to ACKNOWLEDGE or QUIET.
+All kinds walk the same way. In a pull PUBLISHED is the GRANT and the reader's END is the LAST_END, and what is said
+here of writing holds for reading: the server's source pages are under lease from GRANT to ACKNOWLEDGE or QUIET. A
+reservation is granted before there is anything to send; its COMMIT, which tells what was written, is the LAST_END.
 
 Once both sides have seen GRANT, pages may be written at any time until QUIET or ACKNOWLEDGE. So an ERROR after a grant
 (REFUSE in GRANTED or ENDED) leads to STOPPING like an abort does, and a QUIET whose ABORT was lost counts for both.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["HARMLESS_STEPS", "OPEN_STATES", "TRANSFER_STEPS", "Direction", "SessionState", "Step", "TransferState"]
+__all__ = ["HARMLESS_STEPS", "OPEN_STATES", "TRANSFER_STEPS", "SessionState", "Step", "TransferKind", "TransferState"]
 
 
 class SessionState(Enum):
@@ -33,11 +34,13 @@ class SessionState(Enum):
     CLOSED = auto()
 
 
-class Direction(Enum):
-    """PUSH: the client writes what it offered. PULL: it reads what it fetches."""
+class TransferKind(Enum):
+    """PUSH: the client writes what it offered. PULL: it reads what it fetches. RESERVATION: it writes what it says only
+    once it is written, into pages that it was granted ahead."""
 
     PUSH = auto()
     PULL = auto()
+    RESERVATION = auto()
 
 
 class TransferState(Enum):

@@ -1,8 +1,8 @@
 """The transfers of one session: which stream belongs to which, where each stands, and when each is next due.
 
-This module knows stream numbering (a push T owns T, and T + 1 + i for descriptor i; a pull owns T and T + 1) and walks
-the state table. It sends nothing, and does not know which side it plays. Ended transfers are remembered for a while, so
-that late messages are told from wrong ones.
+This module knows stream numbering (a push T owns T, and T + 1 + i for descriptor i; a pull owns T and T + 1, a
+reservation T) and walks the state table. It sends nothing, and does not know which side it plays. Ended transfers are
+remembered for a while, so that late messages are told from wrong ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError
 from hurray_rdma.control.exchange import Abort
-from hurray_rdma.control.offers import Offer
-from hurray_rdma.control.states import HARMLESS_STEPS, OPEN_STATES, TRANSFER_STEPS, Direction, Step, TransferState
+from hurray_rdma.control.offers import Fetch, Offer, Request, Reserve
+from hurray_rdma.control.states import HARMLESS_STEPS, OPEN_STATES, TRANSFER_STEPS, Step, TransferKind, TransferState
 from hurray_rdma.errors import ProtocolError
 
 __all__ = ["FIRST_TRANSFER_ID", "LAST_STREAM_ID", "Transfer", "TransferBook"]
@@ -31,11 +31,11 @@ class Transfer:
     """One transfer as one side sees it."""
 
     transfer_id: int
-    direction: Direction
+    kind: TransferKind
     num_descriptors: int
-    """How many of its streams end: one for each descriptor of a push, one of a pull."""
-    offer: Offer | None = None
-    """Client: what was offered, while the transfer is open."""
+    """How many of its streams end: one for each descriptor of a push, one of a pull, none of a reservation."""
+    request: Request | None = None
+    """What opened it, while it is open."""
     state: TransferState = TransferState.OFFERED
     granted: bool = False
     ended: bytearray = field(init=False)
@@ -45,6 +45,8 @@ class Transfer:
     """Fallback only: end of the TENSOR_DATA bytes so far, by descriptor."""
     stop: Abort | None = None
     """The ABORT this side sent, to be repeated until QUIET."""
+    commit: tuple[bytes | memoryview, ...] = ()
+    """Client: the COMMIT of a reservation in its frame, to be repeated until ACKNOWLEDGE."""
     due: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,11 +56,27 @@ class Transfer:
     def is_open(self) -> bool:
         return self.state in OPEN_STATES
 
-    def require(self, direction: Direction) -> None:
-        """Raise LocalProtocolError unless the transfer goes this way."""
-        if self.direction is not direction:
+    @classmethod
+    def of(cls, transfer_id: int, request: Request) -> Transfer:
+        """The transfer that this request opens."""
+        match request:
+            case Offer():
+                return cls(transfer_id, TransferKind.PUSH, request.num_descriptors, request)
+            case Fetch():
+                return cls(transfer_id, TransferKind.PULL, 1, request)
+            case Reserve():
+                return cls(transfer_id, TransferKind.RESERVATION, 0, request)
+
+    @property
+    def last_stream_id(self) -> int:
+        return self.transfer_id + self.num_descriptors
+
+    def require(self, *kinds: TransferKind) -> None:
+        """Raise LocalProtocolError unless the transfer is of one of these kinds."""
+        if self.kind not in kinds:
+            names = " or a ".join(kind.name for kind in kinds)
             raise LocalProtocolError(
-                f"transfer {self.transfer_id} is a {self.direction.name}; this is possible with a {direction.name} only"
+                f"transfer {self.transfer_id} is a {self.kind.name}; this is possible with a {names} only"
             )
 
     def end_step(self, descriptor_index: int) -> Step | None:
@@ -94,7 +112,7 @@ class TransferBook:
     def add(self, transfer: Transfer) -> None:
         insort(self._ids, transfer.transfer_id)
         self._by_id[transfer.transfer_id] = transfer
-        self.next_id = max(self.next_id, transfer.transfer_id + 1 + transfer.num_descriptors)
+        self.next_id = max(self.next_id, transfer.last_stream_id + 1)
 
     def find(self, stream_id: int) -> tuple[Transfer, int | None] | None:
         """The transfer that owns the stream, and the descriptor's index on its own stream; None if none is known."""
@@ -160,7 +178,8 @@ class TransferBook:
             transfer.granted = True
         if transfer.is_open:
             return
-        transfer.offer = None
+        transfer.request = None
+        transfer.commit = ()
         transfer.next_offsets.clear()
         self._finished.append(transfer.transfer_id)
         if len(self._finished) > _NUM_REMEMBERED:

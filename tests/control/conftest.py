@@ -18,6 +18,8 @@ from hurray_rdma.control import (
     PoolSegment,
     Published,
     PublishedHeard,
+    Reserve,
+    Reserved,
     SessionConfig,
 )
 from hurray_rdma.testing.pair import ConnectionPair
@@ -142,3 +144,24 @@ def published(pair: ConnectionPair, fetched: int, make_published: Callable[..., 
     pair.settle()
     assert [type(event) for event in pair.take("client")] == [PublishedHeard]
     return fetched
+
+
+RESERVE = Reserve(pool_id=7, generation=3, num_pages=3, deadline_s=10.0, lane="cma", path="mapped")
+
+
+@pytest.fixture
+def reserved(pair: ConnectionPair) -> int:
+    """``pair`` with one reservation that waits for its answer."""
+    transfer_id = pair.client.reserve(RESERVE, now=pair.now, timeout_s=10.0)
+    pair.settle()
+    assert pair.take("server") == [Reserved(transfer_id, RESERVE)]
+    return transfer_id
+
+
+@pytest.fixture
+def ahead(pair: ConnectionPair, reserved: int, grant: Grant) -> int:
+    """``pair`` with three pages granted ahead."""
+    assert pair.server.grant(reserved, grant, now=pair.now)
+    pair.settle()
+    assert [type(event) for event in pair.take("client")] == [Granted]
+    return reserved

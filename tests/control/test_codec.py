@@ -31,7 +31,7 @@ from hurray_rdma.control.messages import (
     TensorPutAck,
     TensorRequest,
 )
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError, ProtocolError
 
@@ -84,6 +84,11 @@ LITERAL: list[tuple[Message, int, str]] = [
         Fetch(key="k", deadline_s=1.0, lane="cma", path="mapped"),
         2,
         "f6000000 02000000 17000000 94 a1 6b cb 3ff0000000000000 a3 636d61 a6 6d6170706564",
+    ),
+    (
+        Reserve(pool_id=1, generation=2, num_pages=300, deadline_s=1.0, lane="cma", path="mapped"),
+        2,
+        "f8000000 02000000 1a000000 96 01 02 cd012c cb 3ff0000000000000 a3 636d61 a6 6d6170706564",
     ),
 ]
 
@@ -139,6 +144,10 @@ ONE_PAGE_WIRE = (
             Offer(key="k", deadline_s=1.0, lane="", path="put", **ONE_PAGE),  # type: ignore[arg-type]
             f"9f {ONE_PAGE_WIRE} a1 6b cb 3ff0000000000000 a0 a3 707574",
         ),
+        (
+            Commit(Offer(key="k", deadline_s=1.0, lane="", path="put", **ONE_PAGE)),  # type: ignore[arg-type]
+            f"9f {ONE_PAGE_WIRE} a1 6b cb 3ff0000000000000 a0 a3 707574",
+        ),
         (Published(lease_s=20, **ONE_PAGE), f"9c {ONE_PAGE_WIRE} cb 4034000000000000"),  # type: ignore[arg-type]
         (Grant(generation=2, page_ids=[5], lease_s=20), "94 02 c404 05000000 c400 cb 4034000000000000"),  # type: ignore[arg-type]
     ],
@@ -156,7 +165,7 @@ def test_every_cut_of_a_message_with_arrays_is_malformed(
     grant: Grant,
 ) -> None:
     session = SessionMessage(engine_name="e", token="t", host_id=b"h", worker_address=b"w", heartbeat_s=0.5)
-    for message in (session, make_pool(name="n"), make_offer(), make_published(), grant):
+    for message in (session, make_pool(name="n"), make_offer(), make_published(), grant, Commit(make_offer())):
         data = encode(message, 2)
         for length in range(len(data) - 12):
             cut = decode_one(data[:8] + struct.pack("<I", length) + data[12 : 12 + length])
@@ -176,6 +185,17 @@ def test_a_published_snapshot_survives_the_way(make_published: Callable[..., Pub
     for name in ("pool_id", "generation", "descriptors", "order", "head_offset", "total_heads", "lease_s"):
         assert getattr(again, name) == getattr(published, name)
     assert again.num_descriptors == 4
+
+
+def test_a_commit_survives_the_way(make_offer: Callable[..., Offer]) -> None:
+    offer = make_offer(order="HND", head_offset=2, total_heads=8, lane="cma", path="mapped")
+    again = decode_one(encode(Commit(offer), 2))
+    assert isinstance(again, Commit)
+    for name in ("block_table", "seq_ptr", "seq_lens", "page_keys"):
+        np.testing.assert_array_equal(getattr(again.offer, name), getattr(offer, name))
+    for name in ("key", "pool_id", "generation", "descriptors", "order", "head_offset", "total_heads", "lane", "path"):
+        assert getattr(again.offer, name) == getattr(offer, name)
+    assert again.offer.num_descriptors == 4
 
 
 def test_private_messages_survive_the_way(
@@ -295,6 +315,29 @@ def test_bad_fetches_cannot_be_made(changes: dict[str, object], text: str) -> No
         Fetch(**({"key": "k", "deadline_s": 1.0} | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"pool_id": -1}, "pool_id = -1"),
+        ({"generation": 2**64}, "generation"),
+        ({"num_pages": 0}, "num_pages = 0: must be 1 to 4294967295"),
+        ({"num_pages": 2**32}, "num_pages"),
+        ({"deadline_s": 0.0}, "deadline_s"),
+        ({"lane": "x" * 65}, "at most 64"),
+        ({"path": "frames"}, "path = 'frames': must be one of mapped, put"),
+    ],
+)
+def test_bad_reservations_cannot_be_made(changes: dict[str, object], text: str) -> None:
+    facts: dict[str, object] = {"pool_id": 1, "generation": 2, "num_pages": 3, "deadline_s": 1.0}
+    with pytest.raises(ConfigError, match=text):
+        Reserve(**(facts | changes))  # type: ignore[arg-type]
+
+
+def test_nothing_is_committed_in_frames(make_offer: Callable[..., Offer]) -> None:
+    with pytest.raises(ConfigError, match="path = 'frames': must be one of mapped, put"):
+        Commit(make_offer(path="frames"))
+
+
 REGION = PoolRegion(remote_addr=0x1000, nbytes=4 * 1280, rkey=b"rkey")
 
 
@@ -376,6 +419,18 @@ def test_a_page_granted_twice() -> None:
         (0xF7, (1, -1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
         (0xF7, (1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0)),
         (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0\1\0\0\0", b"\1\0\0\0", "NHD", 0, 0, b"", 0, 1.0)),
+        (0xF8, (1, 2, 0, 1.0, "cma", "put")),
+        (0xF8, (1, 2, -1, 1.0, "cma", "put")),
+        (0xF8, (1, 2, 2**32, 1.0, "cma", "put")),
+        (0xF8, (2**32, 2, 3, 1.0, "cma", "put")),
+        (0xF8, (1, 2, 3, 0.0, "cma", "put")),
+        (0xF8, (1, 2, 3, 1.0, "cma", "frames")),
+        (0xF8, (1, 2, 3, 1.0, "cma")),
+        (0xF8, (1, 2, 3.5, 1.0, "cma", "put")),
+        (0xF9, (1, 1, DESCRIPTOR, b"\0\0\0", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, "k", 1.0, "cma", "put")),
+        (0xF9, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, "k", 1.0, "cma", "frames")),
+        (0xF9, (1, 1, b"", b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, "k", 1.0, "cma", "put")),
+        (0xF9, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, "k", 1.0, "cma")),
         (0xF4, (2**32, "reason")),
         (0xF4, (1, "r" * 4097)),
     ],
@@ -401,7 +456,7 @@ def test_stream_0_is_reserved() -> None:
         decode_all(struct.pack("<III", 10, 0, 0))
 
 
-@pytest.mark.parametrize("kind", [0, 11 + 3, 0xEF, 0xF8, 0xFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("kind", [0, 11 + 3, 0xEF, 0xFA, 0xFF, 0xFFFFFFFF])
 def test_unknown_types_are_malformed_and_do_not_stop_the_stream(kind: int) -> None:
     data = struct.pack("<III", kind, 5, 3) + b"abc" + encode(Pong(), 1)
     (stream_id, message), rest = decode_all(data)
@@ -460,7 +515,7 @@ def test_any_bytes_give_messages_or_a_protocol_error(data: bytes) -> None:
 
 
 @settings(max_examples=600, deadline=None)
-@given(kind=st.sampled_from([*range(1, 14), *range(0xF0, 0xF8)]), payload=st.binary(max_size=200))
+@given(kind=st.sampled_from([*range(1, 14), *range(0xF0, 0xFA)]), payload=st.binary(max_size=200))
 def test_any_payload_of_each_type(kind: int, payload: bytes) -> None:
     message = decode_one(struct.pack("<III", kind, 2, len(payload)) + payload)
     assert not isinstance(message, Malformed) or isinstance(message.error, ProtocolError)
@@ -479,7 +534,7 @@ _VALUES = st.recursive(
 
 
 @settings(max_examples=200, deadline=None)
-@given(kind=st.integers(0xF0, 0xF7), value=_VALUES)
+@given(kind=st.integers(0xF0, 0xF9), value=_VALUES)
 def test_any_messagepack_value_as_private_payload(kind: int, value: object) -> None:
     payload = msgspec.msgpack.encode(value)
     message = decode_one(struct.pack("<III", kind, 2, len(payload)) + payload)
@@ -508,6 +563,8 @@ PRIVATE = [
     Abort(0xF6, "why"),
     Fetch(key="k", deadline_s=1, lane="cma"),
     Published(lease_s=20, page_keys=np.ones((1, 16), np.uint8), **ONE_PAGE),  # type: ignore[arg-type]
+    Reserve(pool_id=1, generation=2, num_pages=3, deadline_s=1, lane="cma"),
+    Commit(Offer(key="k", deadline_s=1, lane="cma", **ONE_PAGE)),  # type: ignore[arg-type]
 ]
 
 

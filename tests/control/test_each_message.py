@@ -14,6 +14,7 @@ from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
     AllEnded,
+    Committed,
     Event,
     Fetch,
     Fetched,
@@ -29,6 +30,8 @@ from hurray_rdma.control import (
     PublishedHeard,
     Quiesced,
     Refused,
+    Reserve,
+    Reserved,
     SessionClosed,
     SessionConfig,
     SessionOpened,
@@ -47,6 +50,7 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
+from hurray_rdma.control.offers import Commit
 from hurray_rdma.errors import GeometryError, HurrayError
 from hurray_rdma.testing.pair import ConnectionPair, Side
 
@@ -95,6 +99,8 @@ class Engines:
 
     pair: ConnectionPair
     story: str
+    way: str
+    offer: Offer
     grant: Grant
     published: Published
     touching: bool = False
@@ -153,6 +159,10 @@ class Engines:
             self.touching = False
             assert client.read_end(transfer_id, now=now)
             return
+        if self.way == "ahead":
+            self.touching = False
+            assert client.commit(transfer_id, self.offer, now=now)
+            return
         for index in range(NUM_DESCRIPTORS):
             if self.story == "frames":
                 half = len(DATA) // 2
@@ -170,7 +180,7 @@ class Engines:
     def hear_server(self, event: Event) -> None:
         server, now = self.pair.server, self.pair.now
         match event:
-            case Offered(transfer_id=transfer_id) | Fetched(transfer_id=transfer_id):
+            case Offered(transfer_id) | Fetched(transfer_id) | Reserved(transfer_id):
                 assert self.asked_at is None
                 self.asked_at = now
                 if self.story == "refused":
@@ -178,7 +188,7 @@ class Engines:
                     assert server.refuse(transfer_id, error, now=now)
                     self.server.append(error)
                     return
-                if isinstance(event, Offered):
+                if not isinstance(event, Fetched):
                     assert server.grant(transfer_id, self.grant, now=now)
                 else:
                     assert server.publish(transfer_id, self.published, now=now)
@@ -190,6 +200,11 @@ class Engines:
             case AllEnded(transfer_id=transfer_id):
                 if self.story == "frames" and self.num_data_nbytes != NUM_DESCRIPTORS * len(DATA):
                     server.abort(transfer_id, ErrorCode.INVALID_MESSAGE, "bytes are missing", now=now)
+                elif server.acknowledge(transfer_id, now=now):
+                    self.give_back("done")
+            case Committed(transfer_id=transfer_id):
+                if self.story == "commit refused":
+                    assert server.abort(transfer_id, ErrorCode.GEOMETRY, "more pages than granted", now=now)
                 elif server.acknowledge(transfer_id, now=now):
                     self.give_back("done")
             case Quiesced():
@@ -221,30 +236,39 @@ PULL_KINDS: list[tuple[Side, type[Message]]] = [
     ("client", TensorDataEndMessage),
     ("server", TensorPutAck),
 ]
+AHEAD_KINDS: list[tuple[Side, type[Message]]] = [
+    ("client", Reserve),
+    ("server", Grant),
+    ("client", Commit),
+    ("server", TensorPutAck),
+]
 REFUSAL: tuple[Side, type[Message]] = ("server", ErrorMessage)
 CLIENT_ABORT: list[tuple[Side, type[Message]]] = [("client", Abort), ("client", Quiet)]
 SERVER_ABORT: list[tuple[Side, type[Message]]] = [("server", Abort), ("client", Quiet)]
-STORIES: dict[str, dict[bool, list[tuple[Side, type[Message]]]]] = {
-    "push": {False: PUSH_KINDS},
-    "frames": {False: [*PUSH_KINDS, ("client", TensorDataMessage)]},
-    "fetch": {True: PULL_KINDS},
-    "refused": {False: [PUSH_KINDS[0], REFUSAL], True: [PULL_KINDS[0], REFUSAL]},
-    "client aborts": {False: PUSH_KINDS[:2] + CLIENT_ABORT, True: PULL_KINDS[:2] + CLIENT_ABORT},
-    "server aborts": {False: PUSH_KINDS[:2] + SERVER_ABORT, True: PULL_KINDS[:2] + SERVER_ABORT},
+WAYS = {"push": PUSH_KINDS, "pull": PULL_KINDS, "ahead": AHEAD_KINDS}
+STORIES: dict[str, dict[str, list[tuple[Side, type[Message]]]]] = {
+    "push": {"push": PUSH_KINDS},
+    "frames": {"push": [*PUSH_KINDS, ("client", TensorDataMessage)]},
+    "fetch": {"pull": PULL_KINDS},
+    "commit": {"ahead": AHEAD_KINDS},
+    "refused": {way: [kinds[0], REFUSAL] for way, kinds in WAYS.items()},
+    "commit refused": {"ahead": AHEAD_KINDS[:3] + SERVER_ABORT},
+    "client aborts": {way: kinds[:2] + CLIENT_ABORT for way, kinds in WAYS.items()},
+    "server aborts": {way: kinds[:2] + SERVER_ABORT for way, kinds in WAYS.items()},
 }
 CASES = [
-    pytest.param(story, pull, sender, kind, how, id=f"{story}-{'pull' if pull else 'push'}-{kind.__name__}-{how}")
-    for story, directions in STORIES.items()
-    for pull, kinds in directions.items()
+    pytest.param(story, way, sender, kind, how, id=f"{story}-{way}-{kind.__name__}-{how}")
+    for story, ways in STORIES.items()
+    for way, kinds in ways.items()
     for sender, kind in kinds
     for how in ("lost", "twice", "late", "swapped")
 ]
 
 
-@pytest.mark.parametrize(("story", "pull", "sender", "kind", "how"), CASES)
+@pytest.mark.parametrize(("story", "way", "sender", "kind", "how"), CASES)
 def test_one_spoilt_message_of_a_transfer(  # noqa: PLR0917 - the case, and what to make it of
     story: str,
-    pull: bool,
+    way: str,
     sender: Side,
     kind: type[Message],
     how: str,
@@ -254,11 +278,15 @@ def test_one_spoilt_message_of_a_transfer(  # noqa: PLR0917 - the case, and what
     grant: Grant,
 ) -> None:
     fault = Fault(pair, sender, kind, how)
-    engines = Engines(pair, story, grant, make_published())
-    if pull:
+    offer = make_offer(deadline_s=2)
+    engines = Engines(pair, story, way, offer, grant, make_published())
+    if way == "pull":
         transfer_id = pair.client.fetch(Fetch(key="k", deadline_s=2), now=pair.now, timeout_s=2)
+    elif way == "push":
+        transfer_id = pair.client.offer(offer, now=pair.now, timeout_s=2)
     else:
-        transfer_id = pair.client.offer(make_offer(deadline_s=2), now=pair.now, timeout_s=2)
+        reserve = Reserve(pool_id=7, generation=3, num_pages=3, deadline_s=2)
+        transfer_id = pair.client.reserve(reserve, now=pair.now, timeout_s=2)
     assert transfer_id == TRANSFER_ID
     engines.run(12)
 
@@ -271,9 +299,10 @@ def test_one_spoilt_message_of_a_transfer(  # noqa: PLR0917 - the case, and what
     assert engines.num_returns <= 1
     # A server that never heard of the transfer has nothing to end.
     assert len(engines.server) == (0 if engines.asked_at is None else 1)
-    if story in ("push", "frames", "fetch"):
-        # An end is said until it is acknowledged; a question and its answer are said once; page bytes come in order.
-        fatal = {TensorDataEndMessage: (), TensorPutAck: (), TensorDataMessage: ("lost", "late", "swapped")}
+    if story in ("push", "frames", "fetch", "commit"):
+        # An end or a commit is said until it is acknowledged, a question and its answer once; page bytes come in order.
+        fatal: dict[type[Message], tuple[str, ...]] = dict.fromkeys((TensorDataEndMessage, Commit, TensorPutAck), ())
+        fatal[TensorDataMessage] = ("lost", "late", "swapped")
         assert (engines.client[0] == "done") == (how not in fatal.get(kind, ("lost",))), engines.client
     else:
         assert engines.client[0] != "done"

@@ -1,8 +1,8 @@
 """Both sides of a session under random calls and a network that loses, repeats, swaps and delays messages.
 
 The engines are models: the server's holds pages while a client may write to or read from them, the client's does so
-from Granted or PublishedHeard until it ends all descriptors, or its read, or calls quiet. What must hold is checked
-after each step, and at the end that nothing stays open.
+from Granted or PublishedHeard until it ends all descriptors, or its read, or commits, or calls quiet. What must hold is
+checked after each step, and at the end that nothing stays open.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
     AllEnded,
+    Committed,
     DescriptorEnded,
+    Event,
     Fetch,
     Fetched,
     Grant,
@@ -32,6 +34,8 @@ from hurray_rdma.control import (
     PublishedHeard,
     Quiesced,
     Refused,
+    Reserve,
+    Reserved,
     SessionConfig,
     TransferFailed,
 )
@@ -57,6 +61,7 @@ POOL = Pool(
 )
 
 
+REQUESTS = Offered | Fetched | Reserved
 SNAPSHOT = {
     "pool_id": 1,
     "generation": 1,
@@ -71,7 +76,8 @@ SNAPSHOT = {
 class Sent:
     """The client engine's view of a transfer."""
 
-    is_pull: bool = False
+    request: type[Event]
+    """What the server hears of it."""
     may_touch: bool = False
     """It may have writes or reads in flight."""
     ended: bool = False
@@ -83,7 +89,7 @@ class Sent:
 class Received:
     """The server engine's view of a transfer."""
 
-    is_pull: bool = False
+    request: type[Event]
     holds_pages: bool = False
     waiting: bool = False
     outcome: str | None = None
@@ -149,11 +155,11 @@ class SessionMachine(RuleBasedStateMachine):
 
     def react(self) -> None:
         for event in self.pair.take("client"):
-            assert not isinstance(event, Offered | Fetched | Quiesced | AllEnded | DescriptorEnded)
+            assert not isinstance(event, REQUESTS | Quiesced | AllEnded | Committed | DescriptorEnded)
             sent = self.sent[event.transfer_id]  # type: ignore[union-attr]
             match event:
                 case Granted() | PublishedHeard():
-                    assert sent.is_pull == isinstance(event, PublishedHeard)
+                    assert isinstance(event, PublishedHeard) == (sent.request is Fetched)
                     assert not sent.may_touch
                     assert sent.outcome is None
                     sent.may_touch = True
@@ -173,16 +179,17 @@ class SessionMachine(RuleBasedStateMachine):
                     else:
                         self.conclude(sent, "failed")
         for event in self.pair.take("server"):
-            if isinstance(event, Offered | Fetched):
+            if isinstance(event, REQUESTS):
                 assert event.transfer_id not in self.received
-                assert self.sent[event.transfer_id].is_pull == isinstance(event, Fetched)
-                self.received[event.transfer_id] = Received(is_pull=isinstance(event, Fetched), waiting=True)
+                assert self.sent[event.transfer_id].request is type(event)
+                self.received[event.transfer_id] = Received(type(event), waiting=True)
                 continue
             received = self.received[event.transfer_id]  # type: ignore[union-attr]
             match event:
                 case DescriptorEnded():
-                    assert not received.is_pull
-                case AllEnded(transfer_id):
+                    assert received.request is Offered
+                case AllEnded(transfer_id) | Committed(transfer_id):
+                    assert isinstance(event, Committed) == (received.request is Reserved)
                     assert self.sent[transfer_id].ended
                     if self.pair.server.acknowledge(transfer_id, now=self.pair.now):
                         received.holds_pages = False
@@ -209,14 +216,20 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(timeout_s=st.sampled_from([0.5, 5.0]))
     def offer(self, timeout_s: float) -> None:
         offer = Offer(key="k", deadline_s=timeout_s, **SNAPSHOT)  # type: ignore[arg-type]
-        self.sent[self.pair.client.offer(offer, now=self.pair.now, timeout_s=timeout_s)] = Sent()
+        self.sent[self.pair.client.offer(offer, now=self.pair.now, timeout_s=timeout_s)] = Sent(Offered)
 
     @precondition(lambda self: len(self.sent) < 12)
     @rule(timeout_s=st.sampled_from([0.5, 5.0]))
     def fetch(self, timeout_s: float) -> None:
         fetch = Fetch(key="k", deadline_s=timeout_s)
         transfer_id = self.pair.client.fetch(fetch, now=self.pair.now, timeout_s=timeout_s)
-        self.sent[transfer_id] = Sent(is_pull=True)
+        self.sent[transfer_id] = Sent(Fetched)
+
+    @precondition(lambda self: len(self.sent) < 12)
+    @rule(timeout_s=st.sampled_from([0.5, 5.0]))
+    def reserve(self, timeout_s: float) -> None:
+        reserve = Reserve(pool_id=1, generation=1, num_pages=1, deadline_s=timeout_s)
+        self.sent[self.pair.client.reserve(reserve, now=self.pair.now, timeout_s=timeout_s)] = Sent(Reserved)
 
     @precondition(lambda self: any(r.waiting for r in self.received.values()))
     @rule(which=st.integers(0, 11), accept=st.booleans())
@@ -224,7 +237,7 @@ class SessionMachine(RuleBasedStateMachine):
         transfer_id = self.pick([i for i, r in self.received.items() if r.waiting], which)
         received = self.received[transfer_id]
         received.waiting = False
-        if accept and received.is_pull:
+        if accept and received.request is Fetched:
             published = Published(lease_s=1, **SNAPSHOT)  # type: ignore[arg-type]
             received.holds_pages = self.pair.server.publish(transfer_id, published, now=self.pair.now)
         elif accept:
@@ -238,10 +251,15 @@ class SessionMachine(RuleBasedStateMachine):
     def touch_all(self, which: int) -> None:
         transfer_id = self.pick([i for i, s in self.sent.items() if s.may_touch], which)
         sent = self.sent[transfer_id]
-        if sent.is_pull:
-            assert self.pair.client.read_end(transfer_id, now=self.pair.now) == (not sent.quiet_owed)
-        for index in range(0 if sent.is_pull else NUM_DESCRIPTORS):
-            assert self.pair.client.data_end(transfer_id, index, now=self.pair.now) == (not sent.quiet_owed)
+        client, now = self.pair.client, self.pair.now
+        if sent.request is Fetched:
+            assert client.read_end(transfer_id, now=now) == (not sent.quiet_owed)
+        elif sent.request is Reserved:
+            commit = Offer(key="k", deadline_s=1, **SNAPSHOT)  # type: ignore[arg-type]
+            assert client.commit(transfer_id, commit, now=now) == (not sent.quiet_owed)
+        else:
+            ended = [client.data_end(transfer_id, index, now=now) for index in range(NUM_DESCRIPTORS)]
+            assert ended == [not sent.quiet_owed] * NUM_DESCRIPTORS
         if not sent.quiet_owed:
             sent.ended, sent.may_touch = True, False
 
@@ -269,10 +287,15 @@ class SessionMachine(RuleBasedStateMachine):
         self.conclude(sent, "stopped")
 
     @precondition(lambda self: len(self.sent) < 12)
-    @rule(is_pull=st.booleans(), faults=spoilt, stop_after=st.integers(1, 4), delay_s=st.sampled_from([0.0, 0.6]))
-    def go_far(self, is_pull: bool, faults: list[str], stop_after: int, delay_s: float) -> None:
+    @rule(
+        kind=st.sampled_from(["offer", "fetch", "reserve"]),
+        faults=spoilt,
+        stop_after=st.integers(1, 4),
+        delay_s=st.sampled_from([0.0, 0.6]),
+    )
+    def go_far(self, kind: str, faults: list[str], stop_after: int, delay_s: float) -> None:
         """Much of a transfer in one rule, so that the later states are reached often, faults and all."""
-        (self.fetch if is_pull else self.offer)(timeout_s=5.0)
+        getattr(self, kind)(timeout_s=5.0)
         transfer_id = max(self.sent)
         self.faults = list(faults)
         for step in range(stop_after):
