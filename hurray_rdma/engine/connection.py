@@ -36,6 +36,7 @@ from hurray_rdma.control import (
     open_channel,
     parse_address,
 )
+from hurray_rdma.engine.ahead import AheadGrants
 from hurray_rdma.engine.compat import announced_layout
 from hurray_rdma.engine.exchange import Exchange, RemotePool
 from hurray_rdma.engine.logs import EngineLog
@@ -117,6 +118,8 @@ class Connection:
         self._connecting: asyncio.Task[Endpoint] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._when_settled: list[Callable[[], None]] = []
+        self.ahead = AheadGrants(self, tally=surroundings.tally)
+        """Pages that the peer holds ready for small transfers."""
         self._ready = asyncio.Event()
         self._error: HurrayError | None = None
         self._exchanges: dict[int, Exchange[Any]] = {}

@@ -14,18 +14,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hurray_rdma.cache import CacheSpec, Lease, PoolLayout, Snapshot
-from hurray_rdma.control import ClientSession, ErrorCode, Pool, StaleGenerationError
+from hurray_rdma.control import ClientSession, ErrorCode, Offer, Pool, StaleGenerationError
+from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.mover import Moves
-from hurray_rdma.engine.stats import Direction
+from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError
 from hurray_rdma.format import Dialect
+from hurray_rdma.plan import TransferPlan
 from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
 
-__all__ = ["Exchange", "RemotePool", "Route", "retain"]
+__all__ = ["Exchange", "RemotePool", "Route", "offer_of", "retain"]
 
 _log = logging.getLogger(__name__)
 
@@ -307,10 +312,59 @@ class Exchange(ABC, Generic[Answer]):
         self._tally.failed(self._direction, error)
         self._log.bind(key=self._key).info("%s failed: %s", self._direction, error)
 
+    def _stats_of(self, snapshot: Snapshot, plan: TransferPlan) -> TransferStats:
+        """Facts of a push that is complete."""
+        spec = snapshot.pool.spec
+        num_entries = int((-(-snapshot.seq_lens.astype(np.int64) // spec.page_size)).sum())
+        return TransferStats(
+            key=self._key,
+            num_sequences=snapshot.num_seqs,
+            num_tokens=snapshot.total_tokens,
+            num_table_entries=num_entries,
+            num_pages=plan.num_pages,
+            num_resident=plan.num_resident,
+            logical_nbytes=num_entries * pages_nbytes(spec),
+            sent_nbytes=self._moves.nbytes,
+            num_operations=self._moves.num_operations,
+            seconds=time.monotonic() - self._started,
+            write_seconds=self._moves.seconds,
+            lane=self._remote.lane,
+            path=self._remote.path,
+        )
+
     def _forget(self) -> None:
         if self._transfer_id is not None:
             self._route.forget(self._transfer_id)
             self._transfer_id = None
+
+
+def offer_of(
+    snapshot: Snapshot,
+    remote: RemotePool,
+    key: str,
+    *,
+    dialect: Dialect,
+    deadline_s: float,
+    page_keys: NDArray[np.uint8] | None = None,
+) -> Offer:
+    """What is said of a snapshot that goes into a peer's pool; arguments as of `Offer` and `Peer.send`."""
+    spec = snapshot.pool.spec
+    return Offer(
+        key=key,
+        pool_id=remote.pool.pool_id,
+        generation=remote.pool.generation,
+        descriptors=snapshot.encode_descriptors(dialect=dialect),
+        block_table=snapshot.block_table,
+        seq_ptr=snapshot.seq_ptr,
+        seq_lens=snapshot.seq_lens,
+        order=str(spec.order),
+        head_offset=spec.head_offset,
+        total_heads=spec.heads_of_model,
+        page_keys=page_keys if page_keys is not None else np.empty((0, 0), np.uint8),
+        deadline_s=deadline_s,
+        lane=remote.lane,
+        path=remote.path,
+    )
 
 
 def retain(snapshot: Snapshot) -> Lease:

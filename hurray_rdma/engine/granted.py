@@ -133,10 +133,11 @@ class Granted:
         whole = part.whole
         whole.parts.remove(part)
         if not whole.parts and self.unfilled.get(part.offer.offer.key) is not whole:
-            self._complete(whole)
+            self.complete(whole)
         self._look_idle()
 
-    def _complete(self, whole: Whole) -> None:
+    def complete(self, whole: Whole) -> None:
+        """Everything of it is in place."""
         if whole.page_keys is not None:
             self._pool.resident.insert(whole.page_keys, whole.written)
         now, offer = self._loop.time(), whole.offer
@@ -193,11 +194,8 @@ class Granted:
         for key in [key for key, part in self._loud.items() if key[0] is link and part.reach in reaches]:
             self._hush(key)
 
-    def renewed(self) -> None:
-        """The pool has been registered anew."""
-        revoked = {Reach.KEY}
-        if all(region.allocated for region in self._pool.regions):
-            revoked.add(Reach.MAPPING)
+    def renewed(self, revoked: Iterable[Reach]) -> None:
+        """The pool was registered anew, which ends late writes that reach here in these ways."""
         for key in [key for key, part in self._loud.items() if part.reach in revoked]:
             self._hush(key)
 

@@ -187,8 +187,23 @@ class Peer:
             DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: the pages of the snapshot may be
                 used again; bytes on their way may still arrive, and the peer keeps its pages until they cannot.
         """
+        started = time.monotonic()
+        budget_s = self._timeout_s if timeout_s is None else timeout_s
+        name = key if key is not None else uuid.uuid4().hex
+        check_context(snapshot.pool, self._surroundings.context)
+        connection = self._connection
+        if page_keys is None and connection is not None and not connection.lost:
+            remote = connection.pool_for(snapshot.pool.spec, pool)
+            stats = await connection.ahead.send(snapshot, remote, name, zero_tails=zero_tails, timeout_s=budget_s)
+            if stats is not None:
+                return stats
         async with self.begin(
-            snapshot, key=key, pool=pool, page_keys=page_keys, zero_tails=zero_tails, timeout_s=timeout_s
+            snapshot,
+            key=name,
+            pool=pool,
+            page_keys=page_keys,
+            zero_tails=zero_tails,
+            timeout_s=budget_s - (time.monotonic() - started),
         ) as transfer:
             await transfer.send_rest()
         return transfer.stats

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import PagePool
+from hurray_rdma.cache import Lease, PagePool
 from hurray_rdma.control import (
     AbortRequested,
     AllEnded,
+    Committed,
     DescriptorEnded,
     ErrorCode,
     Event,
@@ -26,6 +27,8 @@ from hurray_rdma.control import (
     Offered,
     PeerBusyError,
     Quiesced,
+    Reserve,
+    Reserved,
     SessionClosed,
     SessionOpened,
     StaleGenerationError,
@@ -37,6 +40,8 @@ from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.parts import GoodOffer, WaitingOffers, Whole
+from hurray_rdma.engine.reach import Reach
+from hurray_rdma.engine.reservations import Reservations
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import (
     DeadlineExceededError,
@@ -91,6 +96,7 @@ class Receiver:
         self.generation = 1
         """Of the pool's registration."""
         self.granted = Granted(pool, name=name, lease_s=lease_s, tally=tally)
+        self._ahead = Reservations(pool, lease_s=lease_s, tally=tally)
         self._arrivals = arrivals
         self._lease_s = lease_s
         self._timeout_s = timeout_s
@@ -143,6 +149,10 @@ class Receiver:
                 self.announce(link)
             case Offered(transfer_id=transfer_id, offer=offer):
                 self._offered(link, transfer_id, offer)
+            case Reserved(transfer_id=transfer_id, reserve=reserve):
+                self._reserved(link, transfer_id, reserve)
+            case Committed(transfer_id=transfer_id, offer=offer):
+                self._committed(link, transfer_id, offer)
             case TensorData():
                 self.granted.data(event, link)
             case DescriptorEnded(transfer_id=transfer_id, descriptor_index=index):
@@ -158,11 +168,14 @@ class Receiver:
                     self._grant_in_order()
                 else:
                     self.granted.stopped(link, transfer_id, error)
+                    self._ahead.stopped(link, transfer_id)
             case Quiesced(transfer_id=transfer_id):
                 self.granted.quiet(link, transfer_id)
+                self._ahead.quiet(link, transfer_id)
             case SessionClosed(error=error):
                 self._waiting.remove_all(link)
                 self.granted.lost(link, error or PeerLostError("the session was closed"))
+                self._ahead.lost(link)
                 self._grant_in_order()
             case _:
                 pass
@@ -178,7 +191,8 @@ class Receiver:
                 await self._settling.acquire()
                 self._holding = True
                 try:
-                    await self.granted.wait_idle()
+                    self._ahead.recall("the pool is to be registered anew")
+                    await self.wait_idle()
                 except BaseException:
                     self.resume()
                     raise
@@ -197,7 +211,30 @@ class Receiver:
         # Refused only now, so that a sender that hears it knows what to offer to instead.
         for waiting in self._waiting.remove_all():
             self._refuse(*waiting.key, self._stale(waiting.offer))
-        self.granted.renewed()
+        revoked = {Reach.KEY}
+        if all(region.allocated for region in self.pool.regions):
+            revoked.add(Reach.MAPPING)
+        self.granted.renewed(revoked)
+        self._ahead.renewed(revoked)
+
+    async def wait_idle(self) -> None:
+        """Returns when nothing that was granted is under way."""
+        await self._ahead.wait_idle()
+        await self.granted.wait_idle()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way, or a late write still possible."""
+        return self.granted.busy or self._ahead.busy
+
+    def silenced(self, link: Link, reaches: set[Reach]) -> None:
+        """Late writes of a peer have become impossible, of those that reach here in one of these ways."""
+        self.granted.silenced(link, reaches)
+        self._ahead.silenced(link, reaches)
+
+    def owed_by(self, link: Link) -> bool:
+        """Whether late writes of a peer are still possible."""
+        return self.granted.owed_by(link) or self._ahead.owed_by(link)
 
     def resume(self) -> None:
         """Grants again, unless closed meanwhile."""
@@ -213,6 +250,7 @@ class Receiver:
             self._refuse(*waiting.key, TransferAbortedError(reason))
         for arrival in self.granted.arrivals():
             arrival.abort(reason)
+        self._ahead.recall(reason)
 
     # Offers.
 
@@ -275,15 +313,51 @@ class Receiver:
             try:
                 if whole is not None:
                     self._join(whole, head)
-                elif not self._reserve(head):
+                elif not self._try(head):
+                    self._ahead.recall("the pages are needed")
                     return
             except HurrayError as error:
                 self._refuse(*head.key, error)
             self._waiting.remove(*head.key)
 
+    # Pages granted ahead.
+
+    def _reserved(self, link: Link, transfer_id: int, reserve: Reserve) -> None:
+        try:
+            if reserve.generation != self.generation or self._holding or self.pool.closed:
+                raise StaleGenerationError("the pool grants nothing ahead now")
+            if len(self._waiting):
+                raise PoolExhaustedError("offers wait for pages")
+            self._ahead.grant(link, transfer_id, reserve, generation=self.generation)
+        except HurrayError as error:
+            link.session.refuse(transfer_id, error, now=self._loop.time())
+        link.notify()
+
+    def _committed(self, link: Link, transfer_id: int, offer: Offer) -> None:
+        """A whole snapshot is in pages that were granted ahead."""
+        lease = self._ahead.lease_of(link, transfer_id)
+        if lease is None:
+            return  # it was recalled, and the sender is told
+        try:
+            checked = self._checked(link, transfer_id, offer)
+            count = checked.page_map.num_pages
+            if count > len(lease) or offer.page_keys.shape[1] or checked.heads != self.pool.spec.heads:
+                raise GeometryError(
+                    f"{len(lease)} were granted ahead, for whole pages without keys", field="num_pages", value=count
+                )
+        except HurrayError as error:
+            self._tally.failed("receive", error)
+            self._ahead.fail(link, transfer_id, error)
+            return
+        written = self._ahead.use(link, transfer_id, count)
+        arrival = self._arrival(checked, written.page_ids, written=written, resident=None)
+        self.granted.complete(Whole(arrival, checked, written, None, 0, checked.came))
+        link.session.acknowledge(transfer_id, now=self._loop.time())
+        self._arrivals.put_nowait(arrival)
+
     # Grants.
 
-    def _reserve(self, offer: GoodOffer) -> bool:
+    def _try(self, offer: GoodOffer) -> bool:
         """Grants an offer the pages it needs; False if there are too few of them now."""
         allocator, page_map = self.pool.allocator, offer.page_map
         resident, page_keys = None, None
@@ -302,20 +376,7 @@ class Receiver:
                 resident.release()
             return False
         page_ids[~found] = written.page_ids
-        arrival = Arrival(
-            self.pool,
-            offer.offer.key,
-            group=self.name or None,
-            page_map=page_map,
-            page_ids=page_ids,
-            written=written,
-            resident=resident,
-            timeout_s=self._timeout_s,
-            sender=offer.link.peer.engine_name,
-            lane=offer.offer.lane,
-            path=offer.offer.path,
-            on_abort=self._abort,
-        )
+        arrival = self._arrival(offer, page_ids, written=written, resident=resident)
         whole = Whole(arrival, offer, written, page_keys, len(found) - num_written, self._loop.time())
         try:
             self._grant(whole, offer, page_ids, found)
@@ -325,6 +386,24 @@ class Receiver:
             raise
         self._arrivals.put_nowait(arrival)
         return True
+
+    def _arrival(
+        self, offer: GoodOffer, page_ids: NDArray[np.uint32], *, written: Lease, resident: Lease | None
+    ) -> Arrival:
+        return Arrival(
+            self.pool,
+            offer.offer.key,
+            group=self.name or None,
+            page_map=offer.page_map,
+            page_ids=page_ids,
+            written=written,
+            resident=resident,
+            timeout_s=self._timeout_s,
+            sender=offer.link.peer.engine_name,
+            lane=offer.offer.lane,
+            path=offer.offer.path,
+            on_abort=self._abort,
+        )
 
     def _join(self, whole: Whole, offer: GoodOffer) -> None:
         """Grants a further sender the pages that the others write into, for other heads."""

@@ -16,6 +16,7 @@ from hurray_rdma.control import (
     Listener,
     Offered,
     Pool,
+    Reserved,
     ServerSession,
     SessionClosed,
     SessionConfig,
@@ -125,7 +126,7 @@ class Reception:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(self._lease_s, _GOODBYE_S)):
                 for receiver in self._all():
-                    await receiver.granted.wait_idle()
+                    await receiver.wait_idle()
 
     async def _finish(self) -> None:
         while self._endings:
@@ -275,12 +276,12 @@ class Reception:
                     self._hear_of_quiet(link)
                     for receiver in self._receivers.values():
                         receiver.announce(link)
-                case Offered(transfer_id=transfer_id, offer=offer):
-                    meant = self._meant_by(offer.pool_id, link)
+                case Offered(transfer_id=transfer_id, offer=asked) | Reserved(transfer_id=transfer_id, reserve=asked):
+                    meant = self._meant_by(asked.pool_id, link)
                     if meant is not None:
                         meant.handle(link, event)
                     else:
-                        error = StaleGenerationError("there is no such pool", field="pool_id", value=offer.pool_id)
+                        error = StaleGenerationError("there is no such pool", field="pool_id", value=asked.pool_id)
                         link.session.refuse(transfer_id, error, now=link.now)
                 case Fetched():
                     self.publishing.handle(link, event)
@@ -314,7 +315,7 @@ class Reception:
     def _all(self) -> list[Receiver]:
         """Receivers of all pools, and of removed ones that are not done yet."""
         if self._removed:
-            self._removed = [receiver for receiver in self._removed if receiver.granted.busy]
+            self._removed = [receiver for receiver in self._removed if receiver.busy]
         return [*self._receivers.values(), *self._removed]
 
     def _hear_of_quiet(self, link: Link) -> None:
@@ -354,7 +355,7 @@ class Reception:
 
     def _silenced(self, link: Link, reaches: set[Reach]) -> None:
         for receiver in self._all():
-            receiver.granted.silenced(link, reaches)
+            receiver.silenced(link, reaches)
         self._look_owing()
 
     def _look_owing(self) -> None:
@@ -364,7 +365,7 @@ class Reception:
             link.close()
 
     def _owes(self, link: Link) -> bool:
-        return any(receiver.granted.owed_by(link) for receiver in self._all())
+        return any(receiver.owed_by(link) for receiver in self._all())
 
     def _start(self, ending: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(ending)

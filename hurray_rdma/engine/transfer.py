@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import Lease, Snapshot
-from hurray_rdma.control import Grant, Offer
-from hurray_rdma.engine.compat import page_map_of, pages_nbytes
-from hurray_rdma.engine.exchange import Exchange, Route, retain
+from hurray_rdma.control import Grant
+from hurray_rdma.engine.compat import page_map_of
+from hurray_rdma.engine.exchange import Exchange, Route, offer_of, retain
 from hurray_rdma.engine.frames import Packer
 from hurray_rdma.engine.mover import Mover, Moves
 from hurray_rdma.engine.stats import TransferStats
@@ -130,21 +130,13 @@ class Transfer(Exchange[Grant]):
         dest = remote.layout
         check_pair(spec, dest.spec)
         session = self._route.session
-        offer = Offer(
-            key=self._key,
-            pool_id=remote.pool.pool_id,
-            generation=remote.pool.generation,
-            descriptors=snapshot.encode_descriptors(dialect=self._route.dialect()),
-            block_table=snapshot.block_table,
-            seq_ptr=snapshot.seq_ptr,
-            seq_lens=snapshot.seq_lens,
-            order=str(spec.order),
-            head_offset=spec.head_offset,
-            total_heads=spec.heads_of_model,
-            page_keys=self._page_keys if self._page_keys is not None else np.empty((0, 0), np.uint8),
+        offer = offer_of(
+            snapshot,
+            remote,
+            self._key,
+            dialect=self._route.dialect(),
             deadline_s=self._timeout_s,
-            lane=remote.lane,
-            path=remote.path,
+            page_keys=self._page_keys,
         )
         transfer_id = session.offer(offer, now=self._loop.time(), timeout_s=self._timeout_s)
         try:
@@ -251,7 +243,7 @@ class Transfer(Exchange[Grant]):
             self._end(error)
             raise
         self._forget()
-        self._stats = self._collect()
+        self._stats = self._stats_of(self._snapshot, self._plan)
         self._end(None)
         self._tally.sent(self._stats)
         self._log.bind(key=self._key).debug("sent: %d pages by %s", self._stats.num_pages, self._stats.lane)
@@ -264,22 +256,3 @@ class Transfer(Exchange[Grant]):
         self._lease = None
         if error is not None:
             self._failed(error)
-
-    def _collect(self) -> TransferStats:
-        snapshot, spec, plan = self._snapshot, self._snapshot.pool.spec, self._plan
-        num_entries = int((-(-snapshot.seq_lens.astype(np.int64) // spec.page_size)).sum())
-        return TransferStats(
-            key=self._key,
-            num_sequences=snapshot.num_seqs,
-            num_tokens=snapshot.total_tokens,
-            num_table_entries=num_entries,
-            num_pages=plan.num_pages,
-            num_resident=plan.num_resident,
-            logical_nbytes=num_entries * pages_nbytes(spec),
-            sent_nbytes=self._moves.nbytes,
-            num_operations=self._moves.num_operations,
-            seconds=time.monotonic() - self._started,
-            write_seconds=self._moves.seconds,
-            lane=self._remote.lane,
-            path=self._remote.path,
-        )

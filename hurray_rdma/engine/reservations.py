@@ -1,0 +1,182 @@
+"""Pages of one pool that senders hold ready for small snapshots, granted before there is anything to write.
+
+They save a small transfer the wait for its grant, and are nobody's right: they are recalled as soon as an offer has to
+wait for pages, when nothing was committed for a lease, and before the pool is registered anew. What holds of grants
+holds here: pages of a sender that fell silent stay out of use until no late write of it can land.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hurray_rdma.cache import Lease, PagePool
+from hurray_rdma.control import ErrorCode, Grant, Reserve, error_code
+from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.reach import Reach, reach_of
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import HurrayError, PoolExhaustedError
+
+__all__ = ["Reservations"]
+
+_MAX_SHARE = 8
+"""All reservations together hold at most one page of so many."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reservation:
+    lease: Lease
+    reach: Reach
+    heard: float
+    timer: asyncio.TimerHandle
+    recalled: bool = False
+
+
+class Reservations:
+    """Runs on the event loop.
+
+    Args:
+        pool: where the pages are.
+        lease_s: one that is not used for this long is recalled; then its sender has as long to say QUIET.
+        tally: counts what happens.
+    """
+
+    def __init__(self, pool: PagePool, *, lease_s: float, tally: Tally) -> None:
+        self._pool = pool
+        self._lease_s = lease_s
+        self._tally = tally
+        self._loop = asyncio.get_running_loop()
+        self._held: dict[tuple[Link, int], _Reservation] = {}
+        self._loud: dict[tuple[Link, int], _Reservation] = {}
+        self._num_pages = 0
+        self._idle = asyncio.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any is held, or a late write into one still possible."""
+        return bool(self._held or self._loud)
+
+    def grant(self, link: Link, transfer_id: int, reserve: Reserve, *, generation: int) -> None:
+        """Holds pages for a sender.
+
+        Raises:
+            PoolExhaustedError: too many are held already, or there are too few.
+        """
+        allowed = self._pool.num_pages // _MAX_SHARE - self._num_pages
+        if reserve.num_pages > allowed:
+            raise PoolExhaustedError(
+                f"is above the {max(0, allowed)} pages that may still be granted ahead",
+                field="num_pages",
+                value=reserve.num_pages,
+            )
+        lease = self._pool.allocator.lease(reserve.num_pages)
+        now = self._loop.time()
+        grant = Grant(generation=generation, page_ids=lease.page_ids, lease_s=self._lease_s)
+        if not link.session.grant(transfer_id, grant, now=now):
+            lease.release()
+            return
+        reach = reach_of(reserve.path, reserve.lane)
+        timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
+        self._held[link, transfer_id] = _Reservation(lease, reach, now, timer)
+        self._num_pages += len(lease)
+
+    def lease_of(self, link: Link, transfer_id: int) -> Lease | None:
+        """What a sender holds; None if it was recalled."""
+        held = self._held.get((link, transfer_id))
+        return None if held is None or held.recalled else held.lease
+
+    def use(self, link: Link, transfer_id: int, num_pages: int) -> Lease:
+        """Turns the first pages of a reservation into a lease of their own; the others go back."""
+        held = self._forget((link, transfer_id))
+        written = self._pool.allocator.retain(held.lease.page_ids[:num_pages])
+        held.lease.release()
+        return written
+
+    # Ends.
+
+    def fail(self, link: Link, transfer_id: int, error: HurrayError) -> None:
+        """What was committed cannot be: the sender is told, and has one lease to say QUIET."""
+        self._recall((link, transfer_id), ErrorCode(error_code(error)), str(error))
+
+    def recall(self, reason: str) -> None:
+        """Asks for all of them back."""
+        for key in list(self._held):
+            self._recall(key, ErrorCode.ABORTED, reason)
+
+    async def wait_idle(self) -> None:
+        """Returns when none is held."""
+        while self._held:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def stopped(self, link: Link, transfer_id: int) -> None:
+        """The sender gives it back; its QUIET is to follow."""
+        held = self._held.get((link, transfer_id))
+        if held is not None:
+            held.recalled = True
+
+    def quiet(self, link: Link, transfer_id: int) -> None:
+        """Nothing is in flight into it any more."""
+        key = link, transfer_id
+        if key in self._held:
+            self._forget(key).lease.release()
+        elif key in self._loud:
+            self._hush(key)
+
+    def lost(self, link: Link) -> None:
+        """The connection has ended."""
+        for key in [key for key in self._held if key[0] is link]:
+            self._quarantine(key, "the sender was lost")
+
+    def silenced(self, link: Link, reaches: Iterable[Reach]) -> None:
+        """Late writes of a peer have become impossible, of those that reach here in one of these ways."""
+        for key in [key for key, held in self._loud.items() if key[0] is link and held.reach in reaches]:
+            self._hush(key)
+
+    def renewed(self, revoked: Iterable[Reach]) -> None:
+        """The pool was registered anew, which ends late writes that reach here in these ways."""
+        for key in [key for key, held in self._loud.items() if held.reach in revoked]:
+            self._hush(key)
+
+    def owed_by(self, link: Link) -> bool:
+        """Whether late writes of a peer are still possible."""
+        return any(of_link is link for of_link, _ in self._loud)
+
+    def _recall(self, key: tuple[Link, int], code: ErrorCode, reason: str) -> None:
+        held = self._held[key]
+        if not held.recalled:
+            held.recalled, held.heard = True, self._loop.time()
+            link, transfer_id = key
+            link.session.abort(transfer_id, code, reason, now=held.heard)
+            link.notify()
+
+    def _due(self, link: Link, transfer_id: int) -> None:
+        key = link, transfer_id
+        held = self._held[key]
+        left_s = held.heard + self._lease_s - self._loop.time()
+        if left_s <= 0 and held.recalled:
+            self._quarantine(key, "the sender did not say that it is quiet")
+            return
+        if left_s <= 0:
+            self._recall(key, ErrorCode.LEASE_EXPIRED, "pages that were granted ahead were not used")
+            left_s = self._lease_s
+        held.timer = self._loop.call_later(left_s, self._due, link, transfer_id)
+
+    def _quarantine(self, key: tuple[Link, int], reason: str) -> None:
+        held = self._loud[key] = self._forget(key)
+        self._pool.allocator.quarantine(held.lease, reason=reason)
+        self._tally.quarantined(len(held.lease))
+
+    def _hush(self, key: tuple[Link, int]) -> None:
+        held = self._loud.pop(key)
+        self._pool.allocator.recover(held.lease)
+        self._tally.recovered(len(held.lease))
+
+    def _forget(self, key: tuple[Link, int]) -> _Reservation:
+        held = self._held.pop(key)
+        held.timer.cancel()
+        self._num_pages -= len(held.lease)
+        if not self._held:
+            self._idle.set()
+        return held
