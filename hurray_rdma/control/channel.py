@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from hurray_rdma.control.address import Address
 from hurray_rdma.control.client import ClientSession
@@ -22,137 +21,150 @@ from hurray_rdma.control.events import Event, SessionClosed, SessionOpened
 from hurray_rdma.control.session import Session
 from hurray_rdma.errors import AuthenticationError, HurrayError, PeerLostError
 
-__all__ = ["READ_LIMIT_NBYTES", "Channel", "EventHandler", "open_channel"]
+__all__ = ["Channel", "EventHandler", "open_channel"]
 
 EventHandler: TypeAlias = Callable[[Event], None]
 
 _log = logging.getLogger(__name__)
 
-_READ_NBYTES = 256 * 1024
-READ_LIMIT_NBYTES = 1024 * 1024
+_READ_NBYTES = 64 * 1024
 _WRITE_HIGH_NBYTES = 1024 * 1024
 _OWN_WRITE_NBYTES = 64 * 1024
 _LINGER_S = 0.5
 _UNREACHABLE_FIX = "Check the address, and that the receiver is running"
 
 
-class Channel:
-    """Runs one session over one connection.
+class Channel(asyncio.BufferedProtocol):
+    """Runs one session over one connection, as the protocol of its transport.
 
     Args:
         session: a fresh session; its clock is the event loop's (``channel.now``).
-        reader: of the connection.
-        writer: of the connection.
         on_event: called with every event, in order, on the event loop; what it raises ends the channel.
     """
 
-    def __init__(
-        self, session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_event: EventHandler
-    ) -> None:
+    def __init__(self, session: Session, on_event: EventHandler) -> None:
         self.session = session
-        self._reader = reader
-        self._writer = writer
+        self.peer_address = Address("unknown", 0)
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
-        self._stop: asyncio.Future[None] = self._loop.create_future()
+        self._transport: asyncio.Transport | None = None
+        # A transport that is given no buffer allocates 256 KiB for each read, which takes longer than a small message.
+        self._buffer = memoryview(bytearray(_READ_NBYTES))
+        self._early = b""
+        """What TLS brought before it said that it was set up."""
+        self._room: asyncio.Future[None] | None = None
+        """While the peer does not keep up: done as soon as it does, or the session is closed."""
         self._timer: asyncio.TimerHandle | None = None
-        self._draining: asyncio.Task[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._linger: asyncio.TimerHandle | None = None
+        self._heard_end = False
         self._shutting = False
-        host, port = (writer.get_extra_info("peername") or ("unknown", 0))[:2]
-        self.peer_address = Address(host, port)
-        writer.transport.set_write_buffer_limits(high=_WRITE_HIGH_NBYTES)
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._failure: Exception | None = None
+        self._lost: asyncio.Future[None] = self._loop.create_future()
 
     @property
     def now(self) -> float:
         """The time on the session's clock, seconds."""
         return self._loop.time()
 
-    def start(self) -> None:
-        """Run in a task of its own; see ``wait_closed``."""
-        self._task = self._loop.create_task(self.run(), name=f"channel to {self.peer_address}")
+    # What the transport says.
 
-    async def run(self) -> None:
-        """Move bytes, time and events until the session is closed and the connection with it.
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_NBYTES)
+        host, port = (transport.get_extra_info("peername") or self.peer_address)[:2]
+        self.peer_address = Address(host, port)
+        self.notify()
+        if self._early:
+            self._hear(self.session.receive(self._early, self.now))
 
-        Raises:
-            Exception: whatever ``on_event`` raised.
-        """
-        reading = self._loop.create_task(self._read())
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = bytes(self._buffer[:nbytes])  # A copy: messages keep views.
+        if self._transport is None:
+            self._early += data
+        elif not self.session.is_closed:  # Else the peer said it before it heard our last words.
+            self._hear(self.session.receive(data, self.now))
+
+    def eof_received(self) -> None:
+        self._heard_end = True
+        self._hear(self.session.connection_lost(self.now))
+
+    def pause_writing(self) -> None:
+        self._room = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        self._wake()
+        self._room = None
+        self.notify()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._shutting = True
+        error = None if exc is None else _lost(exc, self.peer_address)
+        self._hear(self.session.connection_lost(self.now, error=error))
+        self._wake()
+        for timer in (self._timer, self._linger):
+            if timer is not None:
+                timer.cancel()
+        if self._failure is None:
+            self._lost.set_result(None)
+        else:
+            self._lost.set_exception(self._failure)
+
+    def _hear(self, events: list[Event]) -> None:
         try:
-            self.notify()
-            await asyncio.wait({reading, self._stop}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
-            reading.cancel()
-            await asyncio.wait({reading})
-            try:
-                if not self.session.is_closed:  # Cancelled, or on_event raised.
+            self._deliver(events)
+        except Exception as error:
+            self._failure = error
+            if not self.session.is_closed:
+                try:
                     self.abort()
-            finally:
-                await self._shut()
-        if not reading.cancelled():
-            reading.result()
-        if self._stop.done():
-            self._stop.result()
-
-    async def _read(self) -> None:
-        while not self.session.is_closed:
-            try:
-                data = await self._reader.read(_READ_NBYTES)
-            except OSError as error:  # ssl.SSLError is one, too.
-                self._deliver(self.session.connection_lost(self.now, error=_lost(error, self.peer_address)))
-                return
-            now = self.now
-            self._deliver(self.session.receive(data, now) if data else self.session.connection_lost(now))
+                except Exception as later:
+                    self._failure = later  # The first is its context.
 
     def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            self._on_event(event)
-        self.notify()
-        if self.session.is_closed and not self._stop.done():
-            self._stop.set_result(None)
+        try:
+            for event in events:
+                self._on_event(event)
+        finally:
+            self.notify()
 
     # Bytes out.
 
     def notify(self) -> None:
         """Send what the session has to send, as far as the peer keeps up; call after each call of the session."""
-        if self._shutting:
+        if self._shutting or self._transport is None:
             return
-        if self._draining is None:
-            self._write(self.session.parts_to_send())
-            if self._writer.transport.get_write_buffer_size() > _WRITE_HIGH_NBYTES:
-                self._draining = self._loop.create_task(self._drain())
-        self._set_timer()
+        if self._room is None:
+            self._write(self._transport, self.session.parts_to_send())
+        if self.session.is_closed:
+            self._shut(self._transport)
+        else:
+            self._set_timer()
 
-    def _write(self, parts: list[bytes | memoryview]) -> None:
+    @staticmethod
+    def _write(transport: asyncio.Transport, parts: list[bytes | memoryview]) -> None:
         small: list[bytes | memoryview] = []
         for part in parts:
             if len(part) < _OWN_WRITE_NBYTES:
                 small.append(part)
                 continue
-            self._writer.write(b"".join(small))
-            self._writer.write(memoryview(part))  # As a view, a partial send does not copy the rest twice.
+            transport.write(b"".join(small))
+            transport.write(memoryview(part))  # As a view, a partial send does not copy the rest twice.
             small.clear()
-        self._writer.write(b"".join(small))
-
-    async def _drain(self) -> None:
-        try:
-            await self._writer.drain()
-        except OSError as error:
-            self._deliver(self.session.connection_lost(self.now, error=_lost(error, self.peer_address)))
-        finally:
-            self._draining = None
-        self.notify()
+        if small:
+            transport.write(b"".join(small))
 
     async def flush(self) -> None:
         """Like ``notify``, and wait while more than 1 MiB is unsent; returns at once when the session is closed."""
         self.notify()
-        while self._draining is not None and not self.session.is_closed:
-            await asyncio.wait({self._draining, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+        while self._room is not None and not self.session.is_closed:
+            await asyncio.shield(self._room)
+
+    def _wake(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
 
     # Time.
 
@@ -166,11 +178,7 @@ class Channel:
 
     def _tick(self) -> None:
         self._timer = None
-        try:
-            self._deliver(self.session.handle_timeout(self.now))
-        except Exception as error:
-            if not self._stop.done():
-                self._stop.set_exception(error)
+        self._hear(self.session.handle_timeout(self.now))
 
     # The end.
 
@@ -184,40 +192,35 @@ class Channel:
 
     def abort(self) -> None:
         """Cut the connection at once; what was not sent is lost."""
-        self._writer.transport.abort()
+        if self._transport is not None:
+            self._shutting = True
+            self._transport.abort()
         self._deliver(self.session.close(self.now))
 
     async def wait_closed(self) -> None:
-        """Wait for the end of a channel that was started.
+        """Wait for the end of the connection.
 
         Raises:
             Exception: whatever ``on_event`` raised.
         """
-        if self._task is not None:
-            await asyncio.shield(self._task)
+        await asyncio.shield(self._lost)
 
-    async def _shut(self) -> None:
+    def _shut(self, transport: asyncio.Transport) -> None:
         """Close in such a way that the peer can read our last words: TCP drops them if we close with input unread."""
-        transport = self._writer.transport
-        try:
-            async with asyncio.timeout(_LINGER_S):
-                if self._draining is not None:
-                    await asyncio.wait({self._draining})
-                self._shutting = True
-                await self._writer.drain()
-                if self._writer.can_write_eof() and not transport.is_closing():
-                    self._writer.write_eof()
-                    while await self._reader.read(_READ_NBYTES):
-                        pass
-                self._writer.close()
-                await self._writer.wait_closed()
-        except (TimeoutError, OSError) as error:
-            _log.debug("connection to %s cut: %r", self.peer_address, error)
-            transport.abort()
-        finally:
-            self._shutting = True
-            if self._draining is not None:
-                self._draining.cancel()
+        self._wake()
+        if self._linger is None:
+            self._linger = self._loop.call_later(_LINGER_S, self._cut, transport)
+        if self._room is not None:
+            return  # The last words wait for it.
+        self._shutting = True
+        if self._heard_end or not transport.can_write_eof():
+            transport.close()
+        else:
+            transport.write_eof()  # The peer ends its side in turn; then the transport closes.
+
+    def _cut(self, transport: asyncio.Transport) -> None:
+        _log.debug("connection to %s cut: it did not end within %s s", self.peer_address, _LINGER_S)
+        transport.abort()
 
 
 def _not_opened(error: HurrayError | None, peer: Address, *, tls: bool) -> HurrayError:
@@ -232,10 +235,10 @@ def _not_opened(error: HurrayError | None, peer: Address, *, tls: bool) -> Hurra
     return error
 
 
-def _lost(error: OSError, peer: Address) -> HurrayError:
+def _lost(error: Exception, peer: Address) -> HurrayError:
     if isinstance(error, ssl.SSLError):
         return _tls_failed(error, peer)
-    return PeerLostError(f"the connection to {peer} broke: {error.strerror or error}")
+    return PeerLostError(f"the connection to {peer} broke: {getattr(error, 'strerror', None) or error}")
 
 
 def _tls_failed(error: ssl.SSLError, peer: Address) -> AuthenticationError:
@@ -243,6 +246,27 @@ def _tls_failed(error: ssl.SSLError, peer: Address) -> AuthenticationError:
     return AuthenticationError(
         f"TLS with {peer} failed: {reason}", fix="Check certificates and host name on both sides"
     )
+
+
+async def _connect(
+    make_channel: Callable[[], Channel], address: Address, ssl_context: ssl.SSLContext | None, hostname: str | None
+) -> Channel:
+    try:
+        _, channel = await asyncio.get_running_loop().create_connection(
+            make_channel,
+            address.host,
+            address.port,
+            ssl=ssl_context,
+            server_hostname=hostname,
+            happy_eyeballs_delay=0.25,
+        )
+    except TimeoutError:
+        raise
+    except ssl.SSLError as error:
+        raise _tls_failed(error, address) from error
+    except OSError as error:
+        raise PeerLostError(f"{address} cannot be reached: {error.strerror or error}", fix=_UNREACHABLE_FIX) from error
+    return channel
 
 
 async def open_channel(
@@ -275,39 +299,34 @@ async def open_channel(
     address = Address(host, port)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    try:
-        async with asyncio.timeout_at(deadline):
-            reader, writer = await asyncio.open_connection(
-                host,
-                port,
-                limit=READ_LIMIT_NBYTES,
-                ssl=ssl_context,
-                server_hostname=(server_hostname or host) if ssl_context else None,
-                happy_eyeballs_delay=0.25,
-            )
-    except TimeoutError as error:
-        raise PeerLostError(f"{address} did not answer within {timeout_s} s", fix=_UNREACHABLE_FIX) from error
-    except ssl.SSLError as error:
-        raise _tls_failed(error, address) from error
-    except OSError as error:
-        raise PeerLostError(f"{address} cannot be reached: {error.strerror or error}", fix=_UNREACHABLE_FIX) from error
-
     opened: asyncio.Future[None] = loop.create_future()
 
     def hear(event: Event) -> None:
         if opened.done():
-            on_event(event)
+            if not opened.cancelled():
+                on_event(event)
         elif isinstance(event, SessionOpened):
             opened.set_result(None)
             on_event(event)
         elif isinstance(event, SessionClosed):
             opened.set_exception(_not_opened(event.error, address, tls=ssl_context is not None))
 
-    left_s = max(0.001, deadline - loop.time())
-    own = replace(config, hello_timeout_s=min(config.hello_timeout_s, left_s), tenants={})  # Tenants are a server's.
-    session = ClientSession(own, now=loop.time())
-    channel = Channel(session, reader, writer, hear)
-    channel.start()
+    def make_channel() -> Channel:
+        now = loop.time()
+        hello_timeout_s = min(config.hello_timeout_s, max(0.001, deadline - now))
+        own = replace(config, hello_timeout_s=hello_timeout_s, tenants={})  # Tenants are a server's.
+        return Channel(ClientSession(own, now=now), hear)
+
+    hostname = (server_hostname or host) if ssl_context else None
+    try:
+        async with asyncio.timeout_at(deadline):
+            channel = await _connect(make_channel, address, ssl_context, hostname)
+    except TimeoutError as error:
+        opened.cancel()
+        raise PeerLostError(f"{address} did not answer within {timeout_s} s", fix=_UNREACHABLE_FIX) from error
+    except BaseException:
+        opened.cancel()
+        raise
     try:
         await asyncio.shield(opened)
     except BaseException:

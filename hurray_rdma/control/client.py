@@ -189,7 +189,7 @@ class ClientSession(Session):
         transfer.mark_ended(descriptor_index)
         self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
         if step is Step.LAST_END:
-            self._book.schedule(transfer, now + self._retry_s)
+            self._said(transfer, now)
         return True
 
     def tensor_data(
@@ -379,11 +379,14 @@ class ClientSession(Session):
             events.append(Refused(transfer.transfer_id, error))
         elif transfer.state is TransferState.ENDED:
             # No acknowledgement yet: an end, or the acknowledgement, may be lost. Repeating is harmless.
-            self._say_ends(transfer, now)
+            if self._may_repeat(transfer):
+                self._say_ends(transfer, now)
+            else:
+                self._book.schedule(transfer, now + self._retry_s)
 
     def _say_ends(self, transfer: Transfer, now: float) -> None:
         """Say what ends the transfer, whole, and again unless it is acknowledged."""
-        self._parts += transfer.commit
+        self._outbox.put([*transfer.commit])
         for descriptor_index in range(transfer.num_descriptors):
             self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
-        self._book.schedule(transfer, now + self._retry_s)
+        self._said(transfer, now)

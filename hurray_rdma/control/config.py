@@ -49,9 +49,9 @@ class SessionConfig:
     process_id: bytes = b""
     """Tells processes of one host apart; opaque, at most 128 bytes."""
     session_id: bytes = field(default=b"", repr=False)
-    """Client: as of SESSION."""
+    """Client: as of SESSION; empty, or 16 to 64 bytes."""
     quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
-    """Client: as of SESSION."""
+    """Client: as of SESSION; at most 64, of 16 to 64 bytes each."""
     worker_address: bytes | Callable[[bytes], bytes] = field(repr=False)
     """UCX worker address. Server: or a function from a client's host_id to it, asked once it is authenticated."""
     dialects: tuple[str, ...] = ("adr-024", "hurray-0.2")
@@ -123,7 +123,7 @@ class PeerInfo:
     process_id: bytes
     worker_address: bytes = field(repr=False)
     session_id: bytes = field(default=b"", repr=False)
-    """Server: what the client calls this session."""
+    """Server: what the client calls this session; empty, which is in no ``quiet_sessions``, or 16 to 64 bytes."""
     quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
     """Server: earlier ones of which nothing is in flight any more."""
     tenant: str = ""
@@ -131,9 +131,10 @@ class PeerInfo:
     dialect: str
     """The dialect both sides agreed on."""
     devices: tuple[int, ...]
-    """device_tag values both sides can serve."""
+    """device_tag values both sides can serve; told, and nothing rests on it yet: descriptors name their own device."""
     capabilities: Capability
-    """Capabilities both sides have."""
+    """Capabilities both sides have; told, and nothing rests on it yet: without RDMA there is no lane, and frames go."""
     max_message_nbytes: int
     """Largest payload the peer accepts."""
     heartbeat_s: float
+    """After how long a silence the peer pings; told, and nothing rests on it: each side pings by its own."""

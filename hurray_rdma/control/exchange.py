@@ -17,7 +17,7 @@ _MAX_HOST_ID_NBYTES = 256
 _MAX_PROCESS_ID_NBYTES = 128
 _MAX_ADDRESS_NBYTES = 32 * 1024
 _MAX_REASON_CHARS = 4096
-_MAX_SESSION_ID_NBYTES = 64
+_MIN_SESSION_ID_NBYTES, _MAX_SESSION_ID_NBYTES = 16, 64
 MAX_QUIET_SESSIONS = 64
 
 
@@ -33,9 +33,10 @@ class SessionMessage:
     """UCX worker address; opaque here."""
     heartbeat_s: float
     session_id: bytes = field(default=b"", repr=False)
-    """Client: a name for this session that nobody can guess; at most 64 bytes."""
+    """Client: a name for this session that nobody can guess, 16 to 64 bytes; empty is none."""
     quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
-    """Client: earlier sessions that broke, and of which nothing is in flight any more; at most 64."""
+    """Client: earlier sessions that broke, and of which nothing is in flight any more; at most 64, each
+    of 16 to 64 bytes, so that a session without a name is never among them."""
 
     def __post_init__(self) -> None:
         at_most("engine_name", self.engine_name, MAX_NAME_CHARS)
@@ -45,8 +46,15 @@ class SessionMessage:
         at_most("worker_address", self.worker_address, _MAX_ADDRESS_NBYTES)
         seconds("heartbeat_s", self.heartbeat_s)
         between("len(quiet_sessions)", len(self.quiet_sessions), 0, MAX_QUIET_SESSIONS)
-        for session_id in (self.session_id, *self.quiet_sessions):
-            at_most("session_id", session_id, _MAX_SESSION_ID_NBYTES)
+        for index, session_id in enumerate(self.quiet_sessions):
+            _check_session_id(f"quiet_sessions[{index}]", session_id)
+        if self.session_id:
+            _check_session_id("session_id", self.session_id)
+
+
+def _check_session_id(name: str, session_id: bytes) -> None:
+    # The bytes themselves are a secret.
+    between(f"len({name})", len(session_id), _MIN_SESSION_ID_NBYTES, _MAX_SESSION_ID_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _FIRST_PRIVATE_TAG, _LAST_PRIVATE_TAG = 0xF0, 0xFE
+_MAX_LAYOUTS = 256
 _KNOWN_CAPABILITIES = (1 << 4) - 1
 
 
@@ -76,7 +77,10 @@ class _Cursor:
 
     def layouts(self) -> tuple[tuple[int, bytes], ...]:
         entries = []
-        for _ in range(self.u16("layout count")):
+        count = self.u16("layout count")
+        if count > _MAX_LAYOUTS:
+            raise ProtocolError(f"must be at most {_MAX_LAYOUTS}", field="layout count", value=count)
+        for _ in range(count):
             tag = self.u8("layout tag")
             private = _FIRST_PRIVATE_TAG <= tag <= _LAST_PRIVATE_TAG
             entries.append((tag, bytes(self.take("layout entry", self.u16("layout entry length"))) if private else b""))

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 
 from hurray_rdma.control.codes import ErrorCode, MessageType
+from hurray_rdma.control.config import MIN_MESSAGE_NBYTES
 from hurray_rdma.control.fixed import FIXED_DECODERS, encode_fixed
 from hurray_rdma.control.messages import Malformed, Message
 from hurray_rdma.control.private import PRIVATE_DECODERS, encode_private
@@ -20,6 +21,17 @@ __all__ = ["HEADER_NBYTES", "FrameDecoder", "encode", "encode_parts"]
 _HEADER = struct.Struct("<III")
 HEADER_NBYTES = _HEADER.size
 _DECODERS = {**FIXED_DECODERS, **PRIVATE_DECODERS}
+_LONG = (
+    MessageType.TENSOR_DATA,
+    MessageType.POOL,
+    MessageType.OFFER,
+    MessageType.GRANT,
+    MessageType.PUBLISHED,
+    MessageType.COMMIT,
+)
+"""Kinds that carry tables or page data, and may be as long as is agreed."""
+_SHORT = _DECODERS.keys() - set(_LONG)
+"""All others fit into the least that a side must accept, and are held to it."""
 _HTTP_METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"PATCH", b"PRI")
 
 
@@ -55,7 +67,8 @@ class FrameDecoder:
     """Cuts a byte stream into (stream_id, message) pairs.
 
     Args:
-        max_message_nbytes: largest payload accepted; may be changed between messages.
+        max_message_nbytes: largest payload accepted; may be changed between messages. Of the kinds that carry neither
+            tables nor page data at most 64 KiB are accepted.
     """
 
     def __init__(self, max_message_nbytes: int) -> None:
@@ -108,13 +121,14 @@ class FrameDecoder:
 
     def _check_header(self, header: bytes) -> tuple[int, int, int]:
         kind, stream_id, nbytes = _HEADER.unpack(header)
-        if (stream_id == 0 or nbytes > self.max_message_nbytes) and kind not in _DECODERS:
+        limit = min(self.max_message_nbytes, MIN_MESSAGE_NBYTES) if kind in _SHORT else self.max_message_nbytes
+        if (stream_id == 0 or nbytes > limit) and kind not in _DECODERS:
             raise _not_hurray(header)
         if stream_id == 0:
             raise ProtocolError("is reserved", field="stream_id", value=0, code=ErrorCode.INVALID_MESSAGE)
-        if nbytes > self.max_message_nbytes:
+        if nbytes > limit:
             raise ProtocolError(
-                f"a {MessageType(kind).name} message of {nbytes} bytes is above the {self.max_message_nbytes} bytes "
+                f"a {MessageType(kind).name} message of {nbytes} bytes is above the {limit} bytes "
                 "that this side accepts",
                 code=ErrorCode.MESSAGE_TOO_LARGE,
             )

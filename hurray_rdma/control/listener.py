@@ -12,9 +12,10 @@ import logging
 import ssl
 from collections.abc import Callable
 from ipaddress import ip_address
+from typing import cast
 
 from hurray_rdma.control.address import Address
-from hurray_rdma.control.channel import READ_LIMIT_NBYTES, Channel, EventHandler
+from hurray_rdma.control.channel import Channel, EventHandler
 from hurray_rdma.control.config import SessionConfig
 from hurray_rdma.control.events import Event, SessionClosed, SessionOpened
 from hurray_rdma.control.server import ServerSession
@@ -39,7 +40,7 @@ class Listener:
         self._on_session = on_session
         self._ssl_context = ssl_context
         self._max_unauthenticated = max_unauthenticated
-        self._unauthenticated: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self._unauthenticated: dict[asyncio.Transport, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.addresses: tuple[Address, ...] = ()
@@ -56,7 +57,8 @@ class Listener:
         return len(self._unauthenticated)
 
     async def _listen(self, hosts: list[str], port: int) -> None:
-        self._server = await asyncio.start_server(self._accept, hosts, port, limit=READ_LIMIT_NBYTES)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Door(self._accept), hosts, port)
         self.addresses = tuple(Address(*s.getsockname()[:2]) for s in self._server.sockets)
 
     async def close(self) -> None:
@@ -64,62 +66,61 @@ class Listener:
         if self._server is not None:
             self._server.close()
         waiting = dict(self._unauthenticated)
-        for writer in waiting:
-            writer.transport.abort()
+        for transport in waiting:
+            transport.abort()
         if waiting:
             await asyncio.wait(waiting.values())
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(reader, writer))
+    def _accept(self, transport: asyncio.Transport) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(transport))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._unauthenticated[writer] = task
+        self._unauthenticated[transport] = task
         if len(self._unauthenticated) > self._max_unauthenticated:
             # The oldest goes: who means it takes milliseconds, so those that say nothing cannot keep others out.
             oldest = next(iter(self._unauthenticated))
             del self._unauthenticated[oldest]
-            oldest.transport.abort()
+            oldest.abort()
 
-    async def _run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _run(self, transport: asyncio.Transport) -> None:
+        channel = self._make_channel(transport)
         try:
-            if self._ssl_context is None:
-                await self._run_channel(reader, writer, writer)
-            elif (secured := await self._secure(writer, self._ssl_context)) is not None:
-                await self._run_channel(*secured, writer)
+            if transport.is_closing() or not await self._hand_over(transport, channel):
+                transport.abort()
+            else:
+                await channel.wait_closed()
         finally:
-            self._unauthenticated.pop(writer, None)
+            self._unauthenticated.pop(transport, None)
 
-    async def _secure(
-        self, raw: asyncio.StreamWriter, ssl_context: ssl.SSLContext
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        # TLS starts only now, not in the server itself, so that connections in the midst of it are counted, too; and
-        # not by StreamWriter.start_tls, which breaks the writer if the connection is cut meanwhile (CPython 3.11).
+    async def _hand_over(self, transport: asyncio.Transport, channel: Channel) -> bool:
+        """Let the channel speak, through TLS if that is asked for. False: that failed."""
+        if self._ssl_context is None:
+            transport.set_protocol(channel)
+            channel.connection_made(transport)
+            transport.resume_reading()
+            return True
+        # TLS starts only now, not in the server itself, so that connections in the midst of it are counted, too.
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=READ_LIMIT_NBYTES)
-        protocol = asyncio.StreamReaderProtocol(reader)
         timeout_s = self._config.hello_timeout_s
         try:
-            transport = await loop.start_tls(
-                raw.transport, protocol, ssl_context, server_side=True, ssl_handshake_timeout=timeout_s
+            secured = await loop.start_tls(
+                transport, channel, self._ssl_context, server_side=True, ssl_handshake_timeout=timeout_s
             )
         except OSError as error:
-            _log.info("connection from %s failed in TLS: %s", raw.get_extra_info("peername"), error)
-            transport = None
-        if transport is None:
-            raw.transport.abort()
-            return None
-        protocol.connection_made(transport)
-        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+            _log.info("connection from %s failed in TLS: %s", transport.get_extra_info("peername"), error)
+            return False
+        if secured is None:  # It was cut meanwhile.
+            return False
+        channel.connection_made(secured)
+        return True
 
-    async def _run_channel(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, raw: asyncio.StreamWriter
-    ) -> None:
+    def _make_channel(self, transport: asyncio.Transport) -> Channel:
         handler: EventHandler | None = None
 
         def hear(event: Event) -> None:
             nonlocal handler
             if isinstance(event, SessionOpened):
-                self._unauthenticated.pop(raw, None)
+                self._unauthenticated.pop(transport, None)
                 handler = self._on_session(channel)
             if handler is not None:
                 handler(event)
@@ -127,9 +128,20 @@ class Listener:
                 _log.info("connection from %s refused: %s", channel.peer_address, event.error)
 
         session = ServerSession(self._config, now=asyncio.get_running_loop().time())
-        channel = Channel(session, reader, writer, hear)
-        channel.start()
-        await channel.wait_closed()
+        channel = Channel(session, hear)
+        return channel
+
+
+class _Door(asyncio.Protocol):
+    """Tells of a new connection, from which nothing is read until somebody takes it over."""
+
+    def __init__(self, accept: Callable[[asyncio.Transport], None]) -> None:
+        self._accept = accept
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        plain = cast("asyncio.Transport", transport)
+        plain.pause_reading()
+        self._accept(plain)
 
 
 async def serve(

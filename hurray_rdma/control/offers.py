@@ -6,7 +6,6 @@ order. Rules are checked in the constructors, so that one check serves what is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,7 +24,23 @@ from hurray_rdma.control.checks import (
 )
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError
 
-__all__ = ["Commit", "Fetch", "Grant", "Offer", "Published", "Request", "Reserve", "SnapshotFields"]
+__all__ = [
+    "MAX_DESCRIPTORS",
+    "MAX_GRANTED_PAGES",
+    "Commit",
+    "Fetch",
+    "Grant",
+    "Offer",
+    "Published",
+    "Request",
+    "Reserve",
+    "SnapshotFields",
+]
+
+MAX_DESCRIPTORS = 4096
+"""Of one snapshot. There is one for each role of each layer: a model of 128 layers has 256."""
+MAX_GRANTED_PAGES = 4 * 1024 * 1024
+"""Of one transfer. That no page is granted twice is found by sorting them, on the event loop."""
 
 _MAX_KEY_CHARS = 1024
 _MAX_LANE_CHARS = 64
@@ -43,7 +58,7 @@ class SnapshotFields:
 
     Raises:
         ConfigError: a number or a text is out of range.
-        DescriptorError: ``descriptors`` is not a chain of whole descriptors.
+        DescriptorError: ``descriptors`` is not a chain of 1 to 4096 whole descriptors.
         GeometryError: the index arrays do not fit together.
     """
 
@@ -92,7 +107,7 @@ class SnapshotFields:
             rule = f"is below seq_ptr[{at - 1}] = {self.seq_ptr[at - 1]}"
             raise GeometryError(rule, field=f"seq_ptr[{at}]", value=int(self.seq_ptr[at]))
         self._check_page_keys()
-        object.__setattr__(self, "num_descriptors", sum(1 for _ in _walk_descriptors(self.descriptors)))
+        object.__setattr__(self, "num_descriptors", _count_descriptors(self.descriptors))
         if not self.num_descriptors:
             raise DescriptorError("a snapshot needs at least one descriptor", field="descriptors", value=b"")
 
@@ -182,10 +197,17 @@ class Published(SnapshotFields):
         SnapshotFields.__post_init__(self)
 
 
-def _walk_descriptors(data: bytes) -> Iterator[int]:
-    """Start of each descriptor of a chain, by the length each declares (WIRE.md, fixed header)."""
-    at = 0
+def _count_descriptors(data: bytes) -> int:
+    """How many there are in a chain, by the length each declares (WIRE.md, fixed header)."""
+    at = count = 0
     while at < len(data):
+        if count == MAX_DESCRIPTORS:
+            raise DescriptorError(
+                f"a snapshot may have {MAX_DESCRIPTORS} descriptors, and {len(data) - at} bytes follow them",
+                field="num_descriptors",
+                value=f"over {MAX_DESCRIPTORS}",
+                offset=at,
+            )
         left = len(data) - at
         length = int.from_bytes(data[at + 6 : at + 10], "little")
         if data[at : at + 4] != b"HRRY":
@@ -197,8 +219,9 @@ def _walk_descriptors(data: bytes) -> Iterator[int]:
                 value=length,
                 offset=at + 6,
             )
-        yield at
         at += length
+        count += 1
+    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -206,7 +229,7 @@ class Grant:
     """GRANT (0xF3): the server's pages, in the order both sides derive from the table of the offer or of the commit.
 
     Raises:
-        ConfigError: the lease is not a time.
+        ConfigError: the lease is not a time, or there are more than 4194304 pages.
         GeometryError: a page is granted twice.
     """
 
@@ -222,6 +245,7 @@ class Grant:
         seconds("lease_s", self.lease_s)
         page_ids = uint32("page_ids", self.page_ids)
         object.__setattr__(self, "page_ids", page_ids)
+        between("len(page_ids)", len(page_ids), 0, MAX_GRANTED_PAGES)
         if len(self.resident) not in (0, len(page_ids)):
             raise GeometryError(
                 f"must be 0 or the {len(page_ids)} of page_ids", field="len(resident)", value=len(self.resident)

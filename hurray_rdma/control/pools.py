@@ -11,8 +11,14 @@ from dataclasses import dataclass, field
 from hurray_rdma.control.checks import MAX_NAME_CHARS, U32_MAX, U64_MAX, at_most, between
 from hurray_rdma.errors import GeometryError
 
-__all__ = ["Pool", "PoolRegion", "PoolSegment"]
+__all__ = ["MAX_LAYERS", "MAX_REGIONS", "MAX_ROLES", "MAX_SEGMENTS", "Pool", "PoolRegion", "PoolSegment"]
 
+MAX_LAYERS = 4096
+MAX_ROLES = 16
+MAX_SEGMENTS = MAX_REGIONS = 3 * 4096
+"""Pages, scales and zero points of as many tensors as a snapshot may have descriptors, each in a region of its own."""
+
+_LIMITS = {"layers": MAX_LAYERS, "roles": MAX_ROLES, "regions": MAX_REGIONS, "segments": MAX_SEGMENTS}
 _MAX_RKEY_NBYTES = 64 * 1024
 
 
@@ -49,7 +55,8 @@ class Pool:
     region; here each number is held to its own range.
 
     Raises:
-        ConfigError, GeometryError: a number is out of range, or a segment is not in its region.
+        ConfigError, GeometryError: a number is out of range, a segment is not in its region, or there are more than
+            4096 layers, 16 roles, 12288 regions or 12288 segments.
     """
 
     pool_id: int
@@ -95,6 +102,9 @@ class Pool:
         for name in ("layers", "roles", "segments"):
             if not getattr(self, name):
                 raise GeometryError("must name at least one", field=name, value=())
+        for name, limit in _LIMITS.items():
+            if len(getattr(self, name)) > limit:
+                raise GeometryError(f"must be at most {limit}", field=f"len({name})", value=len(getattr(self, name)))
         for index, segment in enumerate(self.segments):
             self._check_segment(index, segment)
 

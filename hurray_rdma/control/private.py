@@ -1,7 +1,8 @@
 """Payloads of the private messages 0xF0..0xF9: MessagePack arrays of a fixed schema.
 
 This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
-(types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The rules on
+(types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The length of
+a list is held to its limit before its elements are looked at, so that no message costs much to refuse. The rules on
 values are those of the constructors in exchange.py, pools.py and offers.py. What breaks one is a :class:`ProtocolError`
 and nothing else.
 """
@@ -10,17 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from hurray_rdma.control.checks import Uint8Array, Uint32Array
 from hurray_rdma.control.codes import ErrorCode, MessageType
-from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
+from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS, Abort, Quiet, SessionMessage
 from hurray_rdma.control.messages import Message
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields
-from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
+from hurray_rdma.control.pools import (
+    MAX_LAYERS,
+    MAX_REGIONS,
+    MAX_ROLES,
+    MAX_SEGMENTS,
+    Pool,
+    PoolRegion,
+    PoolSegment,
+)
 from hurray_rdma.errors import HurrayError, ProtocolError
 
 __all__ = ["PRIVATE_DECODERS", "encode_private"]
@@ -34,7 +43,7 @@ class _Session(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     worker_address: bytes
     heartbeat_s: float
     session_id: bytes
-    quiet_sessions: tuple[bytes, ...]
+    quiet_sessions: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_QUIET_SESSIONS)]
 
 
 class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -43,20 +52,20 @@ class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     name: str
     removed: bool
     num_pages: int
-    layers: tuple[int, ...]
+    layers: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
     num_heads: int
     head_dim: int
     page_size: int
     dtype: str
-    roles: tuple[str, ...]
+    roles: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ROLES)]
     order: str
     head_offset: int
     total_heads: int
     scale_dtype: str | None
     zero_points: bool
     device: str
-    regions: tuple[tuple[int, int, bytes], ...]
-    segments: tuple[tuple[int, int, int, int, int], ...]
+    regions: Annotated[tuple[tuple[int, int, bytes], ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    segments: Annotated[tuple[tuple[int, int, int, int, int], ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
 
 
 class _Snapshot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

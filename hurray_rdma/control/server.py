@@ -38,7 +38,7 @@ from hurray_rdma.control.messages import (
 )
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve
 from hurray_rdma.control.pools import Pool
-from hurray_rdma.control.session import MAX_ERROR_TEXT_CHARS, PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
+from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
 from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import AuthenticationError, HurrayError, ProtocolError
@@ -79,7 +79,7 @@ class ServerSession(Session):
         if self.is_closed:
             return False
         self._require_open()
-        self._send(pool, SESSION_STREAM_ID)
+        self._outbox.put_answer(*self._frame(pool, SESSION_STREAM_ID))
         if pool.removed:
             self.pools.pop(pool.pool_id, None)
         else:
@@ -95,6 +95,7 @@ class ServerSession(Session):
         Raises:
             LocalProtocolError: it was answered before, or the transfer is a fetch.
             ConfigError: the grant is larger than what the peer accepts; the offer still waits.
+            PeerBusyError: the peer does not read the answers it has; the offer still waits.
             GeometryError: not just the pages that were reserved; the reservation still waits.
         """
         return self._answer(transfer_id, grant, TransferKind.PUSH, TransferKind.RESERVATION)
@@ -108,6 +109,7 @@ class ServerSession(Session):
         Raises:
             LocalProtocolError: the fetch was answered before, or the transfer is no fetch.
             ConfigError: the answer is larger than what the peer accepts; the fetch still waits.
+            PeerBusyError: the peer does not read the answers it has; the fetch still waits.
         """
         return self._answer(transfer_id, published, TransferKind.PULL)
 
@@ -119,10 +121,12 @@ class ServerSession(Session):
         if isinstance(answer, Grant) and isinstance(transfer.request, Reserve):
             check_reserved(transfer.request, answer)
         # Framed first: an answer that is too large must leave the request unanswered.
-        _, parts = self._frame(answer, transfer_id)
+        nbytes, parts = self._frame(answer, transfer_id)
+        if transfer.state is TransferState.OFFERED:
+            self._outbox.require_room()
         if not self._book.say(transfer, Step.GRANT):
             return False
-        self._parts += parts
+        self._outbox.put_answer(nbytes, parts)
         return True
 
     def refuse(self, transfer_id: int, error: HurrayError, *, now: float) -> bool:
@@ -141,7 +145,7 @@ class ServerSession(Session):
             raise LocalProtocolError(f"transfer {transfer_id} is {transfer.state.name}; end it by abort")
         if not self._book.say(transfer, Step.REFUSE):
             return False
-        self._send(self._error_message(error), transfer_id)
+        self._reply(self._error_message(error), transfer_id)
         return True
 
     def acknowledge(self, transfer_id: int, *, now: float) -> bool:
@@ -157,7 +161,7 @@ class ServerSession(Session):
         """
         if self.is_closed or not self._book.say(self._book.get(transfer_id), Step.ACKNOWLEDGE):
             return False
-        self._send(TensorPutAck(), transfer_id)
+        self._reply(TensorPutAck(), transfer_id)
         return True
 
     # What the peer says.
@@ -288,12 +292,12 @@ class ServerSession(Session):
 
     def _hear_abort(self, transfer: Transfer, code: int, reason: str, now: float, events: list[Event]) -> None:
         if self._book.hear(transfer, Step.ABORT):
-            self._ask_for_quiet(transfer, Abort(code, reason[:MAX_ERROR_TEXT_CHARS]), now)
+            self._ask_for_quiet(transfer, Abort(code, "this is what the client asked for"), now)
             events.append(AbortRequested(transfer.transfer_id, reason, code))
 
     def _ask_for_quiet(self, transfer: Transfer, stop: Abort, now: float) -> None:
         transfer.stop = stop
-        self._book.schedule(transfer, now + self._retry_s)
+        self._said(transfer, now)
 
     def _hear_quiet(self, transfer: Transfer, events: list[Event]) -> None:
         before = transfer.state
@@ -342,7 +346,7 @@ class ServerSession(Session):
     def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
         if not self._book.say(transfer, Step.REFUSE):
             return
-        self._send(self._error_message(error), transfer.transfer_id)
+        self._reply(self._error_message(error), transfer.transfer_id)
         if transfer.is_open:
             self._ask_for_quiet(transfer, Abort(error_code(error), self._error_message(error).text), now)
         events.append(TransferFailed(transfer.transfer_id, error, transfer.granted))
@@ -350,5 +354,7 @@ class ServerSession(Session):
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
         # Until the client is quiet it is asked again, whoever began: the ABORT, or its QUIET, may be lost.
         if transfer.state is TransferState.STOPPING and transfer.stop is not None:
-            self._send(transfer.stop, transfer.transfer_id)
-            self._book.schedule(transfer, now + self._retry_s)
+            if self._may_repeat(transfer):
+                self._stop(transfer, transfer.stop, now)
+            else:
+                self._book.schedule(transfer, now + self._retry_s)

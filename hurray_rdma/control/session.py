@@ -15,6 +15,7 @@ from hurray_rdma.control.events import Event, SessionClosed, SessionOpened, Tran
 from hurray_rdma.control.exchange import Abort, SessionMessage
 from hurray_rdma.control.framing import FrameDecoder, encode_parts
 from hurray_rdma.control.messages import ErrorMessage, Hello, Malformed, Message, Ping, Pong
+from hurray_rdma.control.outbox import MAX_REPLIES_NBYTES, Outbox
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.states import SessionState, Step
 from hurray_rdma.control.transfers import Transfer, TransferBook
@@ -33,7 +34,6 @@ PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/3")
 """Layout entry of a HELLO that says: I speak the private messages, in the third version of their layout."""
 
 MAX_ERROR_TEXT_CHARS = 1000
-_MAX_UNSENT_REPLIES_NBYTES = 1024 * 1024
 _RETRY_HEARTBEATS = 2
 _MIN_NBYTES_PER_S = 64 * 1024
 """The slowest that a long message may come in."""
@@ -60,11 +60,13 @@ class Session(ABC):
         self._state = SessionState.HELLO
         self._decoder = FrameDecoder(MIN_MESSAGE_NBYTES)
         self._book = TransferBook()
-        self._parts: list[bytes | memoryview] = []
-        self._unsent_replies_nbytes = 0
+        # A peer may be owed as much as it may make this side hold in one message of its own.
+        self._outbox = Outbox(max_answers_nbytes=max(config.max_message_nbytes, MAX_REPLIES_NBYTES))
         self._hello_deadline = now + config.hello_timeout_s
         self._last_heard = now
         self._last_ping = now
+        self._pinged_in = -1
+        self._not_lost_before = now
         self._peer_max_nbytes = MIN_MESSAGE_NBYTES
         self._dialect = ""
         self._error: HurrayError | None = None
@@ -83,17 +85,11 @@ class Session(ABC):
         """Whether the connection is to be closed once ``data_to_send`` is sent."""
         return self._state is SessionState.CLOSED
 
-    @property
-    def num_open_transfers(self) -> int:
-        return self._book.num_open
-
     # Bytes out.
 
     def parts_to_send(self) -> list[bytes | memoryview]:
         """Take what is to be sent, in parts; large page data stays the view that ``tensor_data`` was given."""
-        parts, self._parts = self._parts, []
-        self._unsent_replies_nbytes = 0
-        return parts
+        return self._outbox.take()
 
     def data_to_send(self) -> bytes:
         """Take what is to be sent, as bytes; b"" if there is nothing."""
@@ -102,18 +98,12 @@ class Session(ABC):
     def _frame(self, message: Message, stream_id: int) -> tuple[int, list[bytes | memoryview]]:
         return encode_parts(message, stream_id, max_message_nbytes=self._peer_max_nbytes)
 
-    def _send(self, message: Message, stream_id: int) -> int:
-        nbytes, parts = self._frame(message, stream_id)
-        self._parts += parts
-        return nbytes
+    def _send(self, message: Message, stream_id: int) -> None:
+        self._outbox.put(self._frame(message, stream_id)[1])
 
     def _reply(self, message: Message, stream_id: int) -> None:
         """Send something that the peer can cause at will: bounded, so that one that never reads costs no memory."""
-        self._unsent_replies_nbytes += self._send(message, stream_id)
-        if self._unsent_replies_nbytes > _MAX_UNSENT_REPLIES_NBYTES:
-            raise ProtocolError(
-                f"over {_MAX_UNSENT_REPLIES_NBYTES} bytes of answers are unsent; the peer does not read"
-            )
+        self._outbox.put_reply(*self._frame(message, stream_id))
 
     # Bytes in.
 
@@ -126,9 +116,11 @@ class Session(ABC):
         # the stream would seem to be in the midst of a long message for ever.
         self._last_heard = min(now, self._last_heard + len(data) / _MIN_NBYTES_PER_S)
         try:
+            self._outbox.require_read()
             for stream_id, message in self._decoder.feed(data):
                 self._last_heard = now
                 self._hear(stream_id, message, now, events)
+                self._outbox.require_read()
                 if self._state is SessionState.CLOSED:
                     break
         except HurrayError as error:
@@ -188,8 +180,6 @@ class Session(ABC):
                 raise message.error
             self._hear_transfer(transfer, descriptor_index, message, now, events)
         except HurrayError as error:
-            if self._unsent_replies_nbytes > _MAX_UNSENT_REPLIES_NBYTES:
-                raise
             if transfer.is_open:
                 self._fail_transfer(transfer, error, now, events)
 
@@ -286,14 +276,19 @@ class Session(ABC):
         """When ``handle_timeout`` is to be called next; None once closed."""
         if self.is_closed:
             return None
+        if self._outbox.overflowed:
+            return self._last_heard  # At once.
         if not self.is_open:
             return self._hello_deadline
-        times = [self._ping_due(), self._last_heard + self.config.peer_timeout_s]
+        times = [self._ping_due(), self._lost_due()]
         due = self._book.next_due()
         return min(times) if due is None else min(*times, due)
 
     def _ping_due(self) -> float:
         return max(self._last_heard, self._last_ping) + self.config.heartbeat_s
+
+    def _lost_due(self) -> float:
+        return max(self._last_heard + self.config.peer_timeout_s, self._not_lost_before)
 
     @property
     def _retry_s(self) -> float:
@@ -304,21 +299,31 @@ class Session(ABC):
         events: list[Event] = []
         if self.is_closed:
             return events
+        try:
+            self._outbox.require_read()
+        except ProtocolError as error:
+            self._fail(error, events)
+            return events
         if not self.is_open:
             if now >= self._hello_deadline:
                 rule = f"the other side did not introduce itself within {self.config.hello_timeout_s} s"
                 fix = "Check that both ends are hurray_rdma engines, and that both or neither use TLS"
                 self._fail(DeadlineExceededError(rule, fix=fix), events)
             return events
-        silent_s = now - self._last_heard
-        if silent_s >= self.config.peer_timeout_s:
+        if now - self._ping_due() > self.config.heartbeat_s:
+            # It is this side that was busy: what the peer said meanwhile may be at hand, and only unread.
+            self._not_lost_before = now + self.config.heartbeat_s
+        if now >= self._lost_due():
+            silent_s = now - self._last_heard
             rule = f"nothing was heard from the peer for {silent_s:.2f} s, over {self.config.peer_timeout_s} s"
             fix = "It is stuck or stopped, or the network between is down; connect again once it runs"
             self._close(PeerLostError(rule, fix=fix), events)
             return events
         if now >= self._ping_due():
             self._last_ping = now
-            self._send(Ping(), SESSION_STREAM_ID)
+            if self._pinged_in != self._outbox.batch:  # Else one is still unsent.
+                self._pinged_in = self._outbox.batch
+                self._send(Ping(), SESSION_STREAM_ID)
         for transfer in self._book.pop_due(now):
             self._transfer_due(transfer, now, events)
         return events
@@ -371,5 +376,14 @@ class Session(ABC):
 
     def _stop(self, transfer: Transfer, stop: Abort, now: float) -> None:
         transfer.stop = stop
-        self._send(stop, transfer.transfer_id)
+        self._reply(stop, transfer.transfer_id)
+        self._said(transfer, now)
+
+    def _said(self, transfer: Transfer, now: float) -> None:
+        """Have ``_transfer_due`` called when it is time to say again what was just said."""
+        transfer.said_in = self._outbox.batch
         self._book.schedule(transfer, now + self._retry_s)
+
+    def _may_repeat(self, transfer: Transfer) -> bool:
+        """Whether what was said last of the transfer is sent, and there is room to say it again."""
+        return transfer.said_in != self._outbox.batch and self._outbox.may_repeat

@@ -39,7 +39,7 @@ class Transfer:
     state: TransferState = TransferState.OFFERED
     granted: bool = False
     ended: bytearray = field(init=False)
-    """1 per descriptor whose TENSOR_DATA_END passed."""
+    """1 per descriptor whose TENSOR_DATA_END passed; empty once the transfer has ended."""
     num_ended: int = 0
     next_offsets: dict[int, int] = field(default_factory=dict)
     """Fallback only: end of the TENSOR_DATA bytes so far, by descriptor."""
@@ -48,6 +48,8 @@ class Transfer:
     commit: tuple[bytes | memoryview, ...] = ()
     """Client: the COMMIT of a reservation in its frame, to be repeated until ACKNOWLEDGE."""
     due: float | None = None
+    said_in: int = -1
+    """The batch of what is to be sent that has what was said last: ABORT, or the ends, or COMMIT."""
 
     def __post_init__(self) -> None:
         self.ended = bytearray(self.num_descriptors)
@@ -80,8 +82,8 @@ class Transfer:
             )
 
     def end_step(self, descriptor_index: int) -> Step | None:
-        """The step that the end of this descriptor is; None if it ended before."""
-        if self.ended[descriptor_index]:
+        """The step that the end of this descriptor is; None if it, or the whole transfer, ended before."""
+        if not self.is_open or self.ended[descriptor_index]:
             return None
         return Step.LAST_END if self.num_ended + 1 == self.num_descriptors else Step.END
 
@@ -178,7 +180,8 @@ class TransferBook:
             transfer.granted = True
         if transfer.is_open:
             return
-        transfer.request = None
+        transfer.request = transfer.stop = None
+        transfer.ended = bytearray()
         transfer.commit = ()
         transfer.next_offsets.clear()
         self._finished.append(transfer.transfer_id)

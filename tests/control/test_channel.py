@@ -16,13 +16,16 @@ from hurray_rdma.control import (
     Channel,
     ClientSession,
     Event,
+    FrameDecoder,
     Grant,
     Granted,
     Listener,
+    Message,
     Offer,
     Offered,
     Pool,
     PoolAnnounced,
+    PoolRegion,
     PoolsAnnounced,
     ServerSession,
     SessionClosed,
@@ -30,9 +33,12 @@ from hurray_rdma.control import (
     SessionOpened,
     TensorData,
     TransferFailed,
+    encode,
     open_channel,
     serve,
 )
+from hurray_rdma.control.exchange import SessionMessage
+from hurray_rdma.control.messages import ClientHello, ServerHello
 from hurray_rdma.errors import (
     AuthenticationError,
     ConfigError,
@@ -194,7 +200,7 @@ def test_fallback_data_arrives_in_order_and_is_held_back_by_a_slow_reader(
             for k in range(32):
                 client.session.tensor_data(transfer_id, 0, k << 20, piece, now=client.now)
                 await client.flush()
-                most_unsent = max(most_unsent, client._writer.transport.get_write_buffer_size())
+                most_unsent = max(most_unsent, client._transport.get_write_buffer_size())
             client.session.data_end(transfer_id, 0, now=client.now)
             await client.flush()
             assert most_unsent < 3 << 20
@@ -415,7 +421,7 @@ def test_a_peer_that_dies_is_noticed_at_once(
             await sender.channel.flush()
             await receiver.next(Offered)
             begin = sender.channel.now
-            sender.channel._writer.transport.abort()  # What the kernel does for a process that is killed.
+            sender.channel._transport.abort()  # What the kernel does for a process that is killed.
             failed = await receiver.next(TransferFailed)
             assert isinstance(failed, TransferFailed)
             assert failed.transfer_id == transfer_id
@@ -433,7 +439,7 @@ def test_a_peer_that_is_stuck_is_noticed_within_its_timeout(make_config: MakeCon
         patient = make_config("decode", heartbeat_s=0.05, peer_timeout_s=0.3)
         async with joined(make_config("decode"), patient) as (sender, receiver):
             # What SIGSTOP does, without a second process: nothing is read, and no timer runs.
-            receiver.channel._reader._transport.pause_reading()  # type: ignore[attr-defined]
+            receiver.channel._transport.pause_reading()
             assert receiver.channel._timer is not None
             receiver.channel._timer.cancel()
             begin = sender.channel.now
@@ -512,6 +518,184 @@ def test_cancelling_an_open_leaves_nothing(make_config: MakeConfig) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         silent.close()
+        await alone()
+
+    run(main())
+
+
+# The ends of a connection, as a peer of any kind may make them.
+
+
+def _frames(*messages: tuple[Message, int]) -> bytes:
+    return b"".join(encode(message, stream_id) for message, stream_id in messages)
+
+
+def _hello_at_once() -> bytes:
+    """All that a client says until its session is open, without waiting for an answer."""
+    hello = ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/3")))
+    session = SessionMessage(engine_name="hasty", host_id=b"h", worker_address=b"w", heartbeat_s=1.0)
+    return _frames((hello, 1), (session, 1))
+
+
+async def _tls_and_then_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: bytes) -> None:
+    """A TLS handshake by hand, whose last flight has the first words behind it in the same segment."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = _client_tls(certificate=False).wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    while True:
+        try:
+            client.do_handshake()
+            break
+        except ssl.SSLWantReadError:
+            writer.write(outgoing.read())
+            incoming.write(await reader.read(1 << 16))
+    client.write(words)
+    writer.write(outgoing.read())
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_client_that_says_all_at_once_is_heard(tls: bool, make_config: MakeConfig) -> None:
+    """With TLS its words come before asyncio says that TLS is set up."""
+
+    async def main() -> None:
+        receivers = Receivers()
+        server_tls = _server_tls(ask_client=False) if tls else None
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers, ssl_context=server_tls)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        if tls:
+            await _tls_and_then_at_once(reader, writer, _hello_at_once())
+        else:
+            writer.write(_hello_at_once())
+        receiver = await receivers.next()
+        opened = await receiver.next(SessionOpened)
+        assert isinstance(opened, SessionOpened)
+        assert opened.peer.engine_name == "hasty"
+        assert receiver.channel.peer_address == writer.get_extra_info("sockname")[:2]
+        if not tls:
+            decoder, heard = FrameDecoder(1 << 20), []
+            while len(heard) < 2:
+                heard += [type(message) for _, message in decoder.feed(await reader.read(1000))]
+            assert heard == [ServerHello, SessionMessage]
+        writer.transport.abort()
+        await receiver.next(SessionClosed)
+        await receiver.channel.wait_closed()
+        await listener.close()
+        await alone()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["closed", "cut"])
+def test_a_client_that_is_gone_as_tls_is_set_up_leaves_nothing(how: str, make_config: MakeConfig) -> None:
+    async def main() -> None:
+        receivers = Receivers()
+        tls = _server_tls(ask_client=False)
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers, ssl_context=tls)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        await _tls_and_then_at_once(reader, writer, _hello_at_once())
+        if how == "closed":
+            writer.close()
+        else:
+            writer.transport.abort()
+        await alone()
+        assert listener.num_unauthenticated == 0
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_client_that_ends_within_its_first_words_leaves_nothing(tls: bool, make_config: MakeConfig) -> None:
+    async def main() -> None:
+        listener = await serve(
+            "127.0.0.1",
+            0,
+            make_config("decode"),
+            on_session=Receivers(),
+            ssl_context=_server_tls(ask_client=False) if tls else None,
+        )
+        client_tls = _client_tls(certificate=False) if tls else None
+        for how in ("closed", "cut"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=client_tls)
+            writer.write(_hello_at_once()[:20])
+            if how == "closed":
+                writer.close()
+            else:
+                writer.transport.abort()
+            await reader.read()
+        await alone()
+        assert listener.num_unauthenticated == 0
+        await listener.close()
+
+    run(main())
+
+
+def test_a_peer_that_never_closes_its_side_is_cut(make_config: MakeConfig) -> None:
+    """After our last words the peer has half a second to end its side, too."""
+
+    async def main() -> None:
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(_hello_at_once())
+        receiver = await receivers.next()
+        begin = receiver.channel.now
+        await receiver.channel.close()
+        assert 0.4 < receiver.channel.now - begin < 2
+        while await reader.read(1000):
+            pass
+        writer.close()
+        await listener.close()
+
+    run(main())
+
+
+def test_a_peer_that_reads_nothing_does_not_hold_up_the_end(
+    make_config: MakeConfig, make_pool: Callable[..., Pool]
+) -> None:
+    async def main() -> None:
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers)
+        with socket.create_connection(("127.0.0.1", listener.port)) as deaf:
+            deaf.sendall(_hello_at_once())
+            receiver = await receivers.next()
+            channel = receiver.channel
+            assert isinstance(channel.session, ServerSession)
+            large = make_pool(regions=(PoolRegion(remote_addr=0x1000, nbytes=4 * 1280, rkey=bytes(60_000)),))
+            for _ in range(200):  # More than the system's own buffers hold.
+                channel.session.announce(large, now=channel.now)
+                channel.notify()
+            flushing = asyncio.create_task(channel.flush())
+            await asyncio.sleep(0)
+            assert not flushing.done()
+            begin = channel.now
+            await channel.close()
+            assert 0.4 < channel.now - begin < 2
+            await flushing
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_what_a_handler_raises_at_the_very_end_is_raised_too(how: str, make_config: MakeConfig) -> None:
+    async def main() -> None:
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers)
+
+        def hear(event: Event) -> None:
+            if isinstance(event, SessionClosed):
+                raise RuntimeError("engine fault")
+
+        channel = await open_channel("127.0.0.1", listener.port, make_config(), timeout_s=5, on_event=hear)
+        receiver = await receivers.next()
+        if how == "close":
+            await receiver.channel.close()
+        else:
+            receiver.channel.abort()
+        with pytest.raises(RuntimeError, match="engine fault"):
+            await channel.wait_closed()
+        await receiver.channel.wait_closed()
+        await listener.close()
         await alone()
 
     run(main())

@@ -293,7 +293,7 @@ def test_one_spoilt_message_of_a_transfer(  # noqa: PLR0917 - the case, and what
     assert fault.struck
     assert pair.client.is_open
     assert pair.server.is_open
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
     assert len(engines.client) == 1
     assert engines.held_since is None
     assert engines.num_returns <= 1

@@ -118,7 +118,7 @@ def test_a_refusal_arrives_in_its_own_type(error: HurrayError, pair: ConnectionP
     assert type(event.error) is type(error)
     assert str(error) in str(event.error)
     assert str(pickle.loads(pickle.dumps(event.error))) == str(event.error)
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_codes_that_stand_for_no_other_class_are_protocol_errors() -> None:
@@ -163,7 +163,7 @@ def test_offers_beyond_the_limit_are_refused_as_busy(
     pair.client.offer(make_offer(), now=0, timeout_s=9)
     pair.settle()
     assert kinds(pair.take("client")) == [Refused]
-    assert pair.server.num_open_transfers == 2
+    assert pair.num_open("server") == 2
 
 
 def test_an_offer_above_the_peers_maximum_is_refused_here(
@@ -174,7 +174,7 @@ def test_an_offer_above_the_peers_maximum_is_refused_here(
     large = make_offer(block_table=np.zeros(20_000, np.uint32), seq_ptr=[0, 20_000], seq_lens=[80_000])
     with pytest.raises(ConfigError, match="65536"):
         pair.client.offer(large, now=0, timeout_s=1)
-    assert pair.client.num_open_transfers == 0
+    assert pair.num_open("client") == 0
     assert pair.client.data_to_send() == b""
 
 
@@ -238,7 +238,7 @@ def test_either_side_aborts_at_any_point(
     pair.settle()
     assert pair.take("server") == [Quiesced(offered)]
     assert not pair.client.quiet(offered, now=pair.now)
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_both_abort_at_once(pair: ConnectionPair, granted: int) -> None:
@@ -274,7 +274,7 @@ def test_abort_crosses_the_acknowledgement(pair: ConnectionPair, granted: int) -
     assert pair.client.quiet(granted, now=pair.now)
     pair.settle()
     assert pair.take("server") == []  # It keeps the snapshot it acknowledged.
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_ends_that_cross_the_servers_abort_change_nothing(pair: ConnectionPair, granted: int) -> None:
@@ -503,7 +503,7 @@ def test_an_end_before_the_grant_fails_the_transfer_for_good(pair: ConnectionPai
     (failed,) = pair.take("server")
     assert isinstance(failed, TransferFailed)
     assert not failed.granted
-    assert pair.server.num_open_transfers == 0
+    assert pair.num_open("server") == 0
 
 
 def test_an_undecodable_offer_is_answered_on_its_stream(pair: ConnectionPair) -> None:

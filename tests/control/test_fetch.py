@@ -69,7 +69,7 @@ def test_a_refused_fetch_raises_in_the_servers_type(error: HurrayError, pair: Co
     assert event.transfer_id == fetched
     assert type(event.error) is type(error)
     assert str(error) in str(event.error)
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_a_fetch_nobody_answers_is_refused_at_its_deadline(
@@ -208,7 +208,7 @@ def test_either_side_aborts_at_any_point(
     assert pair.client.quiet(fetched, now=pair.now)
     pair.settle()
     assert pair.take("server") == [Quiesced(fetched)]
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_a_lease_that_runs_out_before_the_end_is_heard_is_never_acknowledged(
@@ -250,7 +250,7 @@ def test_abort_crosses_the_acknowledgement(pair: ConnectionPair, published: int)
     assert pair.client.quiet(published, now=pair.now)
     pair.settle()
     assert pair.take("server") == []
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 # Calls the state does not allow.

@@ -83,7 +83,7 @@ def test_a_snapshot_in_pages_granted_ahead_costs_one_message_each_way(
     answer = pair.server.data_to_send()
     assert said(answer) == [(ahead, TensorPutAck)]
     assert pair.client.receive(answer, pair.now) == [Acknowledged(ahead)]
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_a_reservation_owns_one_stream(pair: ConnectionPair, make_offer: MakeOffer, grant: Grant) -> None:
@@ -139,7 +139,7 @@ def test_a_refused_reservation_raises_in_the_servers_type(
     (event,) = pair.take("client")
     assert isinstance(event, Refused)
     assert type(event.error) is type(error)
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_a_reservation_nobody_answers_is_refused_at_its_deadline(
@@ -253,7 +253,7 @@ def test_either_side_gives_it_up_at_any_point(  # noqa: PLR0917 - the case, and 
     assert pair.client.quiet(reserved, now=pair.now)
     pair.settle()
     assert pair.take("server") == [Quiesced(reserved)]
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_a_recall_is_repeated_until_the_client_is_quiet(pair: ConnectionPair, ahead: int) -> None:
@@ -312,7 +312,7 @@ def test_an_abort_of_the_client_crosses_the_acknowledgement(
     assert pair.client.quiet(ahead, now=pair.now)
     pair.settle()
     assert pair.take("server") == []
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 # Calls the state does not allow.

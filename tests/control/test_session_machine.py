@@ -345,8 +345,8 @@ class SessionMachine(RuleBasedStateMachine):
                     self.conclude(sent, "stopped")
         self.pair.advance(6.0)
         self.react()
-        assert self.pair.client.num_open_transfers == 0
-        assert self.pair.server.num_open_transfers == 0
+        assert self.pair.num_open("client") == 0
+        assert self.pair.num_open("server") == 0
         assert all(sent.outcome for sent in self.sent.values())
         assert all(received.outcome for received in self.received.values())
         assert not any(received.holds_pages for received in self.received.values())

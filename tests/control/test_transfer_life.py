@@ -126,7 +126,7 @@ def test_happy_path(pair: ConnectionPair, make_offer: Callable[..., Offer], gran
     assert pair.server.acknowledge(transfer_id, now=pair.now)
     pair.settle()
     assert pair.take("client") == [Acknowledged(transfer_id)]
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_a_fetch_from_request_to_acknowledgement(
@@ -156,7 +156,7 @@ def test_a_fetch_from_request_to_acknowledgement(
     assert pair.server.acknowledge(transfer_id, now=pair.now)
     pair.settle()
     assert pair.take("client") == [Acknowledged(transfer_id)]
-    assert pair.client.num_open_transfers == pair.server.num_open_transfers == 0
+    assert pair.num_open("client") == pair.num_open("server") == 0
 
 
 def test_a_fetch_owns_two_streams_and_goes_beside_offers(

@@ -89,7 +89,7 @@ def test_pages_of_an_aborted_arrival_come_back_when_its_sender_never_says_quiet(
 def say(hand: Hand, stream_id: int, message: Message) -> None:
     """Past the session, which would not say it."""
     assert hand.channel is not None
-    hand.channel._writer.write(encode(message, stream_id))
+    hand.channel._transport.write(encode(message, stream_id))
 
 
 def test_completions_that_are_late_repeated_or_of_nothing_are_harmless() -> None:
