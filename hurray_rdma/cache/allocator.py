@@ -52,7 +52,7 @@ class PageAccounts:
 class Lease:
     """Pages in somebody's hands. Made by `PageAllocator.lease` and `PageAllocator.retain`."""
 
-    __slots__ = ("_allocator", "_page_ids", "_state", "deadline", "reason")
+    __slots__ = ("_allocator", "_page_ids", "_state", "deadline", "reason", "revocable")
 
     def __init__(self, allocator: PageAllocator, page_ids: NDArray[np.uint32], deadline: float | None) -> None:
         self._allocator = allocator
@@ -62,6 +62,8 @@ class Lease:
         """When `PageAllocator.expire` takes the pages away, on the caller's clock; None is never."""
         self.reason: str | None = None
         """Why it was quarantined."""
+        self.revocable = False
+        """In quarantine: whether renewing the pool's memory ends it."""
 
     @property
     def state(self) -> LeaseState:
@@ -213,10 +215,17 @@ class PageAllocator:
         with self._lock:
             return self._held_lease(distinct[self._ledger.leased(distinct)], deadline)
 
-    def quarantine(self, lease: Lease, /, *, reason: str) -> None:
-        """Takes the pages out of use, since a late write into them cannot be ruled out. Harmless unless ``HELD``."""
+    def quarantine(self, lease: Lease, /, *, reason: str, revocable: bool = False) -> None:
+        """Takes the pages out of use, since a late write into them cannot be ruled out. Harmless unless ``HELD``.
+
+        Args:
+            lease: whose pages.
+            reason: for people.
+            revocable: whether renewing the pool's memory rules late writes out.
+        """
         with self._lock:
             self._quarantine(lease, reason)
+            lease.revocable = revocable
 
     def recover(self, lease: Lease, /) -> None:
         """Puts a quarantined lease's pages back into use: late writes are impossible now. Harmless when repeated.
@@ -331,6 +340,6 @@ class PageAllocator:
 
     def _end(self, lease: Lease) -> None:
         self._leases.discard(lease)
+        lease._state = LeaseState.RELEASED
         for freed in self._watchers:
             freed()
-        lease._state = LeaseState.RELEASED

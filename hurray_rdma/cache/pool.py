@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from hurray_rdma.cache.allocator import PageAllocator
 from hurray_rdma.cache.arrays import Arrays, checked_views, part_dtype, part_shape, register_views, segment_of
+from hurray_rdma.cache.gate import MemoryGate
 from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
 from hurray_rdma.cache.resident import ResidentIndex
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
-from hurray_rdma.errors import GeometryError, RegistrationError
+from hurray_rdma.errors import ConfigError, GeometryError, RegistrationError
 
 if TYPE_CHECKING:
     from hurray_rdma.transport import Context, Region
@@ -39,6 +40,9 @@ class PagePool:
         self._allocator = PageAllocator(layout.num_pages)
         self._resident = ResidentIndex(self._allocator)
         self._closed = False
+        self._receiver: object | None = None
+        self.gate = MemoryGate()
+        """Whoever moves bytes into the pool or out of it passes here."""
 
     @classmethod
     def allocate(
@@ -205,18 +209,45 @@ class PagePool:
         self._check_open("segment")
         return self._layout.segment(role, layer, part=part)
 
-    def renew(self) -> None:
+    def claim(self, receiver: object) -> None:
+        """Says who grants pages of the pool to senders: one receiver at a time.
+
+        Raises:
+            ConfigError: somebody else does.
+        """
+        if self._receiver is not None and self._receiver is not receiver:
+            raise ConfigError(
+                "an engine receives into it already",
+                field="pool",
+                value=repr(self),
+                fix="Make a pool for each receiver",
+            )
+        self._receiver = receiver
+
+    def disclaim(self, receiver: object) -> None:
+        """Ends `claim`. Harmless when it was another's."""
+        if self._receiver is receiver:
+            self._receiver = None
+
+    def renew(self, *, timeout_s: float = 30.0) -> None:
         """Registers the memory anew, in place: what peers know of it gives them no access any more (`Region.renew`).
 
         Views and pages stay as they are; nobody may write pages during the call. An engine that receives into the pool
         must do it itself: `Engine.reregister`.
 
+        Args:
+            timeout_s: for the moves out of the pool, or into it, that are under way in this process.
+
         Raises:
-            RegistrationError: the pool is closed, a region is in use, or UCX refuses.
+            DeadlineExceededError: they did not end in time; nothing was done.
+            RegistrationError: the pool is closed, a region is in use, or UCX refuses: some regions may be renewed.
         """
         self._check_open("renew")
-        for region in self._regions:
-            region.renew()
+        with self.gate.renewal(timeout_s=timeout_s):
+            for region in self._regions:
+                region.check_renewable()
+            for region in self._regions:
+                region.renew()
 
     def close(self) -> None:
         """Deregisters the memory; peers can reach none of it any more. Idempotent."""

@@ -27,8 +27,8 @@ _MAX_NBYTES = 8 << 20
 _MIN_PAGES = 8
 _MAX_READY = 2
 """Grants held ready for each of the peer's pools."""
-_ASK_AGAIN_S = 1.0
-"""After a refusal."""
+_ASK_AGAIN_S = 10.0
+"""After a refusal: most receivers grant nothing ahead."""
 _ANSWER_S = 10.0
 
 
@@ -106,7 +106,7 @@ class _AheadGrant(Exchange[Grant]):
                 deadline=self._deadline,
             )
             layers = snapshot.pool.spec.layer_indices
-            await self._move(lambda: mover.move(layers, lambda _: None), plan.nbytes)
+            await self._move(snapshot.pool, lambda: mover.move(layers, lambda _: None), plan.nbytes)
             if self._transfer_id is None:
                 return None  # recalled
             offer = offer_of(snapshot, self._remote, key, dialect=self._route.dialect(), deadline_s=timeout_s)
@@ -159,22 +159,25 @@ class AheadGrants:
         self._ask_from = 0.0
 
     async def send(
-        self, snapshot: Snapshot, remote: RemotePool, key: str, *, zero_tails: bool, timeout_s: float
+        self, snapshot: Snapshot, key: str, *, pool: str | None, zero_tails: bool, timeout_s: float
     ) -> TransferStats | None:
-        """Sends a small snapshot, if pages for it are ready; None if not, and nothing has arrived.
+        """Sends a small snapshot, if pages for it are ready; None if not, or if it cannot be: nothing has arrived.
 
         Raises:
             HurrayError: as `Peer.send`.
         """
         started = time.monotonic()
-        spec, dest = snapshot.pool.spec, remote.layout.spec
-        if (
-            not remote.memories
-            or spec.heads != dest.heads
-            or len(snapshot.block_table) * pages_nbytes(spec) > _MAX_NBYTES
-        ):
+        spec = snapshot.pool.spec
+        if len(snapshot.block_table) * pages_nbytes(spec) > _MAX_NBYTES:
             return None
-        check_pair(spec, dest)
+        try:
+            remote = self._route.pool_for(spec, pool)
+            dest = remote.layout.spec
+            check_pair(spec, dest)
+        except HurrayError:
+            return None  # the usual way says why
+        if not remote.memories or spec.heads != dest.heads:
+            return None
         page_map = page_map_of(snapshot, dest)
         grant = self._take(remote, page_map.num_pages)
         if grant is not None:

@@ -166,7 +166,7 @@ class Arrival:
             event.set()
         return True
 
-    def ended(self, *, quiet: bool) -> None:
+    def ended(self, *, quiet: bool, revocable: bool = False) -> None:
         """Every sender has ended; ``quiet``: no write of theirs can land any more, so that the pages go back."""
         if self.state is ArrivalState.ARRIVING:
             self.stopping(TransferAbortedError(f"the sender gave up on {self.key!r}"))
@@ -176,7 +176,7 @@ class Arrival:
             self._free()
             return
         self.state = ArrivalState.QUARANTINED
-        self._pool.allocator.quarantine(self._written, reason=str(self._error))
+        self._pool.allocator.quarantine(self._written, reason=str(self._error), revocable=revocable)
         if self._resident is not None:
             self._resident.release()  # nobody was to write into these
 

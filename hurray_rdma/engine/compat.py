@@ -33,6 +33,7 @@ __all__ = [
     "check_snapshot",
     "page_map_of",
     "pages_nbytes",
+    "same_tensors",
 ]
 
 
@@ -104,6 +105,11 @@ def announced_layout(pool: Pool) -> PoolLayout:
     layout = PoolLayout(spec=spec, num_pages=pool.num_pages, segments=segments)
     layout.check_inside([region.nbytes for region in pool.regions])
     return layout
+
+
+def same_tensors(one: CacheSpec, other: CacheSpec) -> bool:
+    """Whether two caches have the same layers and roles."""
+    return one.layer_indices == other.layer_indices and set(one.roles) == set(other.roles)
 
 
 def page_map_of(snapshot: Snapshot, dest: CacheSpec) -> PageMap:

@@ -6,6 +6,7 @@ It lives as long as its session; `Peer` makes a new one when it is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hurray_rdma.cache import CacheSpec, PoolLayout
+from hurray_rdma.cache import CacheSpec
 from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
@@ -23,7 +24,6 @@ from hurray_rdma.control import (
     Event,
     Granted,
     PeerInfo,
-    Pool,
     PoolAnnounced,
     PoolRemoved,
     PoolsAnnounced,
@@ -37,20 +37,17 @@ from hurray_rdma.control import (
     parse_address,
 )
 from hurray_rdma.engine.ahead import AheadGrants
-from hurray_rdma.engine.compat import announced_layout
 from hurray_rdma.engine.exchange import Exchange, RemotePool
 from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.remote_pools import RemotePools
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import DeadlineExceededError, GeometryError, HurrayError, PeerLostError, TransportError
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransportError
 from hurray_rdma.format import Dialect
 from hurray_rdma.transport import (
     Context,
     Endpoint,
     LaneReport,
-    Path,
     Region,
-    RemoteMemory,
-    RemoteRegion,
     StopFlag,
     Worker,
 )
@@ -107,13 +104,10 @@ class Connection:
         self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix=f"hurray-mover-{address}")
         self._channel: Channel | None = None
         self._endpoint: Endpoint | None = None
-        self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
-        self._pools: dict[int, RemotePool] = {}
+        self._pools = RemotePools(self.log, tally=surroundings.tally)
         self._opened = False
-        self.forsaken = False
-        """Whether the peer was found to be of no use: without pools."""
-        self._useless: HurrayError | None = None
-        self._zeros: Region | None = None
+        self._forsaken = False
+        self._zeros: list[Region] = []
         self._give_up = StopFlag()
         self._connecting: asyncio.Task[Endpoint] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -159,11 +153,11 @@ class Connection:
                 ) from None
             self._raise_if_lost()
             self._opened = True
-            for pool_id in sorted(self._announced):
-                self._open_pool(pool_id)
-            self._warn_if_slow()
-            if self._useless is not None and not self._pools:
-                raise self._useless
+            if self._pools.useless is not None and not self._pools:
+                raise self._pools.useless
+            self._pools.use(self._endpoint)
+            same_host = self._peer_info().host_id == given.context.memory_domain
+            self._pools.warn_if_slow(same_host=same_host)
         except BaseException:
             await self.close()
             raise
@@ -186,7 +180,7 @@ class Connection:
             await asyncio.shield(task)
         except (TransportError, DeadlineExceededError) as error:
             self._raise_if_lost()
-            self._fall_back(error)
+            self._pools.fall_back(error)
 
     async def close(self) -> None:
         """Ends the transfers under way and both channels. Idempotent; goes on when the caller is cancelled."""
@@ -195,8 +189,19 @@ class Connection:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        for exchange in list(self._exchanges.values()):
-            await exchange.abort("its connection is being closed")
+        # Last in, first out; each step runs, whatever the others raise.
+        async with contextlib.AsyncExitStack() as steps:
+            steps.push_async_callback(asyncio.to_thread, self._movers.shutdown)  # the exchanges have waited for them
+            if self._channel is not None:
+                steps.push_async_callback(self._channel.close)
+            for zeros in self._zeros:
+                steps.callback(zeros.close)
+            steps.callback(self._pools.clear)
+            steps.push_async_callback(self._close_endpoint)
+            for exchange in list(self._exchanges.values()):
+                steps.push_async_callback(exchange.abort, "its connection is being closed")
+
+    async def _close_endpoint(self) -> None:
         if self._connecting is not None:
             self._give_up.set()
             await asyncio.wait({self._connecting})
@@ -207,22 +212,22 @@ class Connection:
                 settled()
         self._endpoint = None
         self.quiet = closed and not self._in_doubt
-        self._pools.clear()
-        if self._zeros is not None:
-            self._zeros.close()
-        if self._channel is not None:
-            await self._channel.close()
-        await asyncio.to_thread(self._movers.shutdown)  # the exchanges have waited for their moves
 
     @property
     def lost(self) -> bool:
         """Whether nothing can be sent over it any more."""
-        return self._error is not None or self._closing is not None or self.forsaken
+        dead = self._endpoint is not None and self._endpoint.closed
+        return self._error is not None or self._closing is not None or self._forsaken or dead
 
     @property
     def lanes(self) -> LaneReport | None:
         """The UCX lanes; None where there are none."""
         return self._endpoint.lanes if self._endpoint is not None else None
+
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        """Of the peer's pools, in the order of their numbers."""
+        return self._pools.names
 
     def first_pool(self) -> RemotePool:
         """The first pool that the peer has told of.
@@ -230,10 +235,8 @@ class Connection:
         Raises:
             PeerLostError: the session has ended, or there is none.
         """
-        self._raise_if_lost()
-        if not self._pools:
-            raise self._no_pool()
-        return self._pools[min(self._pools)]
+        self._require_pools()
+        return self._pools.all()[0]
 
     # As a route of transfers.
 
@@ -260,30 +263,14 @@ class Connection:
         return Dialect(self._peer_info().dialect)
 
     def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
-        self._raise_if_lost()
-        if not self._pools:
-            raise self._no_pool()
-        pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
-        if name is not None:
-            for remote in pools:
-                if remote.pool.name == name:
-                    return remote
-            names = [remote.pool.name for remote in pools]
-            raise GeometryError(f"the receiving side has pools {names}", field="pool", value=name)
-        if len(pools) == 1:
-            return pools[0]
-        for remote in pools:
-            theirs = remote.layout.spec
-            if theirs.layer_indices == spec.layer_indices and set(theirs.roles) == set(spec.roles):
-                return remote
-        raise GeometryError(
-            f"the receiving side has pools with layers {[remote.layout.spec.layer_indices for remote in pools]}",
-            field="layers",
-            value=spec.layer_indices,
-        )
+        self._require_pools()
+        return self._pools.pool_for(spec, name)
 
     def pool_by_id(self, pool_id: int) -> RemotePool | None:
-        return self._pools.get(pool_id)
+        return self._pools.by_id(pool_id)
+
+    def forsake(self) -> None:
+        self._forsaken = True
 
     def doubt(self) -> None:
         self._in_doubt = True
@@ -292,9 +279,9 @@ class Connection:
         self._when_settled.append(settled)
 
     def zeros(self, nbytes: int) -> Region:
-        if self._zeros is None or self._zeros.nbytes < nbytes:
-            self._zeros = self._surroundings.context.allocate(nbytes)
-        return self._zeros
+        if not self._zeros or self._zeros[-1].nbytes < nbytes:
+            self._zeros.append(self._surroundings.context.allocate(nbytes))
+        return self._zeros[-1]
 
     def register(self, transfer_id: int, exchange: Exchange[Any]) -> None:
         self._exchanges[transfer_id] = exchange
@@ -307,10 +294,9 @@ class Connection:
     def _handle(self, event: Event) -> None:
         match event:
             case PoolAnnounced(pool=pool):
-                self._hear_pool(pool)
+                self._pools.hear(pool)
             case PoolRemoved(pool_id=pool_id):
-                self._announced.pop(pool_id, None)
-                self._drop_pool(pool_id)
+                self._pools.remove(pool_id)
             case PoolsAnnounced():
                 self._ready.set()
             case (
@@ -334,17 +320,6 @@ class Connection:
             case _:
                 pass
 
-    def _hear_pool(self, pool: Pool) -> None:
-        try:
-            self._announced[pool.pool_id] = pool, announced_layout(pool)
-            if self._opened:
-                self._open_pool(pool.pool_id)
-        except HurrayError as error:
-            self._announced.pop(pool.pool_id, None)
-            self._drop_pool(pool.pool_id)
-            self._useless = error
-            self.log.warning("its pool %r cannot be used: %s", pool.name, error)
-
     def _hear_the_end(self, error: HurrayError | None) -> None:
         self._error = error or PeerLostError(f"the session with {self.address} was closed")
         self._ready.set()
@@ -354,49 +329,13 @@ class Connection:
         if self._opened:
             self._on_lost(self)
 
-    def _open_pool(self, pool_id: int) -> None:
-        self._drop_pool(pool_id)
-        pool, layout = self._announced[pool_id]
-        memories: list[RemoteMemory] = []
-        if self._endpoint is not None:
-            try:
-                for region in pool.regions:
-                    remote = RemoteRegion(remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey)
-                    memories.append(self._endpoint.open_region(remote))
-            except TransportError as error:
-                for memory in memories:
-                    memory.close()
-                memories.clear()
-                self._fall_back(error)
-        self._pools[pool_id] = RemotePool(pool, layout, tuple(memories))
-
-    def _warn_if_slow(self) -> None:
-        """UCX takes a slow lane without a word."""
-        lane = next((remote.lane for remote in self._pools.values() if remote.path == Path.PUT.value), "")
-        if lane.endswith("(emulated)"):
-            self.log.warning(
-                "pages travel over %s: UCX copies them in software, at a tenth of the speed. In a container allow "
-                "ptrace (--cap-add SYS_PTRACE), or let PagePool.allocate make the receiving pool; see "
-                "`hurray-rdma doctor`",
-                lane,
+    def _require_pools(self) -> None:
+        self._raise_if_lost()
+        if not self._pools:
+            self.forsake()  # the next transfer connects anew: an announcement may have been lost
+            raise PeerLostError(
+                f"{self.address} has no pool to receive into (for this token)", fix="It may add one: Engine.add_pool"
             )
-        elif lane == "tcp" and self._peer_info().host_id == self._surroundings.context.memory_domain:
-            self.log.warning("pages travel over tcp although the peer is on this host; see `hurray-rdma doctor`")
-
-    def _fall_back(self, error: HurrayError) -> None:
-        self._surroundings.tally.fallback()
-        self.log.warning("pages travel on the control channel, which is slow: %s", error)
-
-    def _drop_pool(self, pool_id: int) -> None:
-        old = self._pools.pop(pool_id, None)
-        for memory in old.memories if old is not None else ():
-            memory.close()
-
-    def _no_pool(self) -> PeerLostError:
-        self.forsaken = True  # the next transfer connects anew: an announcement may have been lost
-        return PeerLostError(
-            f"{self.address} has no pool to receive into (for this token)", fix="It may add one: Engine.add_pool"
-        )
 
     def _peer_info(self) -> PeerInfo:
         info = self.session.peer

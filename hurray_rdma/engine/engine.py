@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import CacheSpec, PagePool, PoolGroups, Snapshot
 from hurray_rdma.control import SessionConfig, Tls, parse_address
 from hurray_rdma.engine.arrival import Arrival
-from hurray_rdma.engine.compat import check_context
+from hurray_rdma.engine.compat import check_context, same_tensors
 from hurray_rdma.engine.connection import Surroundings
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.processes import process_id
@@ -45,6 +45,9 @@ class Engine:
         timeout_s: default budget of connects, sends and waits, seconds.
         lease_s: a sender that is silent for this long after its grant loses it, seconds.
         peer_timeout_s: a peer of which nothing is heard for this long is lost, seconds; it is pinged 20 times as often.
+        ahead_pages: pages of each pool that senders may hold ready for small snapshots, all senders together: then a
+            small send needs one control message each way. They count as leased; they come back when an offer has to
+            wait for pages, and when they were not used for ``lease_s``.
         allow_unauthenticated: listen beyond this host although neither a token nor client certificates are asked for:
             whoever reaches the port may write into the pool.
         context: UCX context; None is the pool's own, and no other will do.
@@ -64,6 +67,7 @@ class Engine:
         timeout_s: float = 30.0,
         lease_s: float = 30.0,
         peer_timeout_s: float = 5.0,
+        ahead_pages: int = 0,
         allow_unauthenticated: bool = False,
         context: Context | None = None,
     ) -> None:
@@ -79,6 +83,9 @@ class Engine:
         self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._peer_timeout_s = peer_timeout_s
+        if not 0 <= ahead_pages < 2**32:
+            raise ConfigError("must be 0 or more", field="ahead_pages", value=ahead_pages)
+        self._ahead_pages = ahead_pages
         self._allow_unauthenticated = allow_unauthenticated
         pools: dict[str, PagePool] = {"": pool} if isinstance(pool, PagePool) else dict(pool.items())
         regions = [region for each in pools.values() for region in each.regions]
@@ -109,6 +116,8 @@ class Engine:
             ConfigError: the address is in use or not this machine's.
             TransportError: UCX cannot make a worker.
         """
+        if self._worker is not None:
+            raise ConfigError("the engine was started before", field="engine", value=self.name)
         self._worker = self._context.open_worker()
         if self._listen is None:
             return
@@ -117,6 +126,7 @@ class Engine:
                 self._context,
                 self._worker,
                 arrivals=self._arrivals,
+                ahead_pages=self._ahead_pages,
                 lease_s=self._lease_s,
                 timeout_s=self._timeout_s,
                 tally=self._tally,
@@ -150,8 +160,11 @@ class Engine:
             steps.callback(self._end_arrivals)
             if self._reception is not None:
                 steps.push_async_callback(self._reception.close)
-            for peer in list(self._peers):
-                steps.push_async_callback(peer.close)
+            steps.push_async_callback(self._close_peers)
+
+    async def _close_peers(self) -> None:
+        """Together: one that is stuck takes its time."""
+        await asyncio.gather(*(peer.close() for peer in list(self._peers)))
 
     def _end_arrivals(self) -> None:
         """What nobody took goes back to the pool, and `arrivals` ends."""
@@ -299,7 +312,7 @@ class Engine:
         if len(pools) == 1:
             return pools[0]
         for pool in pools:
-            if pool.spec.layer_indices == spec.layer_indices and set(pool.spec.roles) == set(spec.roles):
+            if same_tensors(pool.spec, spec):
                 return pool
         raise GeometryError(
             f"this engine has pools with layers {[pool.spec.layer_indices for pool in pools]}",

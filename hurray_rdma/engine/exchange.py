@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import CacheSpec, Lease, PoolLayout, Snapshot
+from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot
 from hurray_rdma.control import ClientSession, ErrorCode, Offer, Pool, StaleGenerationError
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
@@ -95,6 +95,9 @@ class Route(Protocol):
     def zeros(self, nbytes: int) -> Region:
         """A registered region of at least so many bytes, all zero."""
 
+    def forsake(self) -> None:
+        """The connection is of no use: the next exchange makes a new one."""
+
     def doubt(self) -> None:
         """Bytes of an exchange may still land at the peer when all is closed here."""
 
@@ -138,13 +141,13 @@ class Exchange(ABC, Generic[Answer]):
         self._loop = asyncio.get_running_loop()
         self._transfer_id: int | None = None
         self._jobs: dict[asyncio.Future[Moves], Future[Moves]] = {}
-        self._moves = Moves()
         self._log = EngineLog(_log)
         self._remote: RemotePool
         self._start_over()
 
     def _start_over(self) -> None:
         self._stop = StopFlag()
+        self._moves = Moves()
         self._answer: asyncio.Future[Answer] = self._loop.create_future()
         self._acknowledged: asyncio.Future[None] = self._loop.create_future()
         self._error: HurrayError | None = None
@@ -177,6 +180,11 @@ class Exchange(ABC, Generic[Answer]):
                 future.set_exception(error)
                 future.exception()  # somebody may wait for it, or nobody
 
+    @property
+    def _left_s(self) -> float:
+        """What is left of its time, seconds."""
+        return max(0.001, self._deadline - time.monotonic())
+
     @abstractmethod
     async def abort(self, reason: str) -> None:
         """Ends it; returns when nothing of it is in flight any more."""
@@ -187,14 +195,18 @@ class Exchange(ABC, Generic[Answer]):
         """Connects and asks; again where that can be of use."""
         self._started = time.monotonic()
         self._deadline = self._started + self._timeout_s
-        may_be_lost = True
+        may_be_lost, stale = True, -1
         while True:
             self._route = await self._connect(self._deadline)
             self._log = self._route.log
             try:
                 return await ask()
             except StaleGenerationError:
-                # The pool was registered anew after we heard of it: its new announcement has come by now.
+                # The pool was registered anew after we heard of it: its new announcement has come by now, or is lost.
+                generation = self._remote.pool.generation
+                if generation == stale:
+                    self._route.forsake()
+                stale = generation
                 self._start_over()
             except PeerLostError:
                 # Nothing was moved yet: a session that had broken unnoticed costs no transfer.
@@ -211,14 +223,15 @@ class Exchange(ABC, Generic[Answer]):
         self._route.notify()
         return await self._wait(self._answer, what)
 
-    async def _move(self, work: Callable[[], Moves], nbytes: int) -> None:
+    async def _move(self, pool: PagePool, work: Callable[[], Moves], nbytes: int) -> None:
         """Works until the deadline: in a mover thread, or here where that is sooner done than handed over.
 
         Args:
-            work: moves pages.
+            pool: of this process.
+            work: moves pages out of it, or into it.
             nbytes: how many, about.
         """
-        if nbytes <= _INLINE_NBYTES and self._remote.path == Path.MAPPED.value:
+        if nbytes <= _INLINE_NBYTES and self._remote.path == Path.MAPPED.value and not pool.gate.renewing:
             try:
                 self._moves.add(work())
             except HurrayError as error:

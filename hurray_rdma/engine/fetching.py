@@ -100,6 +100,7 @@ class Fetching(Exchange[Published]):
 
     async def _fetch(self) -> FetchedSnapshot:
         session, remote = self._route.session, self._route.first_pool()
+        self._remote = remote
         if remote.path == FRAMES_PATH:
             raise TransportError(
                 "UCX reaches no lane to this peer, and only what is pushed can travel on the control channel",
@@ -107,8 +108,8 @@ class Fetching(Exchange[Published]):
                 value=remote.path,
                 fix="Let the other side send, or compare UCX_TLS and UCX_NET_DEVICES on the two sides",
             )
-        fetch = Fetch(key=self._key, deadline_s=self._timeout_s, lane=remote.lane, path=remote.path)
-        transfer_id = session.fetch(fetch, now=self._loop.time(), timeout_s=self._timeout_s)
+        fetch = Fetch(key=self._key, deadline_s=self._left_s, lane=remote.lane, path=remote.path)
+        transfer_id = session.fetch(fetch, now=self._loop.time(), timeout_s=self._left_s)
         try:
             published = await self._asked(transfer_id, "an answer")
             return await self._read(transfer_id, published)
@@ -130,7 +131,7 @@ class Fetching(Exchange[Published]):
         page_ids[~found] = written.page_ids
         plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=found if found.any() else None)
         mover = self._mover = Mover(pool, plan, remote.memories, reads=True, stop=self._stop, deadline=self._deadline)
-        await self._move(lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
+        await self._move(pool, lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
         session = self._route.session
         session.read_end(transfer_id, now=self._loop.time())
         self._route.notify()

@@ -56,7 +56,7 @@ class Packer:
         count = 0
         for move in self.plan.moves(role, layer):
             src = self._pool.regions[move.src_region_index]
-            count += _copy(src.address + move.src_base_nbytes, packed.ctypes.data + move.dst_base_nbytes, move)
+            count += _copy(src.seen_address + move.src_base_nbytes, packed.ctypes.data + move.dst_base_nbytes, move)
         return packed, count
 
 
@@ -114,7 +114,7 @@ class Unpacker:
             return
         for move in self._plan.moves(*self._tensors[index]):
             dst = self._pool.regions[move.dst_region_index]
-            _copy(packed.ctypes.data + move.src_base_nbytes, dst.address + move.dst_base_nbytes, move)
+            _copy(packed.ctypes.data + move.src_base_nbytes, dst.seen_address + move.dst_base_nbytes, move)
 
 
 def _copy(src: int, dst: int, move: Move) -> int:

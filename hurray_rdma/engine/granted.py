@@ -187,7 +187,7 @@ class Granted:
     def lost(self, link: Link, error: HurrayError) -> None:
         """A connection has ended; what its sender still writes nobody knows."""
         for key in [key for key in self._parts if key[0] is link]:
-            self._end_part(key, error, loud=self._parts[key].reach is not Reach.FRAMES)
+            self._end_part(key, error, loud=self._parts[key].may_be_loud)
 
     def silenced(self, link: Link, reaches: Iterable[Reach]) -> None:
         """Late writes of a peer have become impossible, of those that reach here in one of these ways."""
@@ -238,7 +238,7 @@ class Granted:
     def _end_if_over(self, whole: Whole) -> None:
         if whole.parts or whole.arrival.state is not ArrivalState.ABORTING:
             return
-        whole.arrival.ended(quiet=not whole.loud)
+        whole.arrival.ended(quiet=not whole.loud, revocable=all(part.reach is not Reach.ADDRESS for part in whole.loud))
         if whole.loud:
             self._tally.quarantined(len(whole.written))
             self._log(whole.offer).warning(
@@ -302,7 +302,7 @@ class Granted:
             self._ask_to_stop(part, ErrorCode.LEASE_EXPIRED, str(error))
             part.lease_timer = self._lease_timer(*key, self._lease_s)
         else:
-            self._end_part(key, error, loud=part.reach is not Reach.FRAMES)
+            self._end_part(key, error, loud=part.may_be_loud)
 
     def _log(self, offer: GoodOffer) -> EngineLog:
         return offer.link.log.bind(transfer=offer.transfer_id, key=offer.offer.key, pool=self._name)

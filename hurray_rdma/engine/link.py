@@ -22,7 +22,6 @@ class Link:
     Args:
         channel: its session is open.
         own_worker: the UCX worker that this peer alone was told of; None where it has the engine's.
-        shares_memory: whether the peer writes through this host's memory, so that its process can be watched.
         ended: called when its process has ended.
     """
 
@@ -31,13 +30,14 @@ class Link:
         channel: Channel,
         *,
         own_worker: Worker | None,
-        shares_memory: bool,
         ended: Callable[[Link], None],
     ) -> None:
         assert isinstance(channel.session, ServerSession)
         assert channel.session.peer is not None
         self.session = channel.session
         self.notify = channel.notify
+        self.cut = channel.abort
+        """Ends the connection at once."""
         self.peer: PeerInfo = channel.session.peer
         self.own_worker = own_worker
         self.log = EngineLog(_log, peer=self.peer.engine_name)
@@ -45,11 +45,16 @@ class Link:
         """Whether its process is known to have ended."""
         self._ended = ended
         self._watch: ProcessWatch | None = None
-        if shares_memory:
-            try:
-                self._watch = ProcessWatch(self.peer.process_id, self._process_ended)
-            except ValueError as error:
+        try:
+            self._watch = ProcessWatch(self.peer.process_id, self._process_ended)
+        except ValueError as error:
+            if own_worker is None:
                 self.log.warning("pages that this peer leaves behind will stay in quarantine: %s", error)
+
+    @property
+    def watched(self) -> bool:
+        """Whether the end of its process will be known: it runs where this process can see it."""
+        return self._watch is not None
 
     @property
     def now(self) -> float:

@@ -115,15 +115,19 @@ class Mover:
 
     def _run(self, local: Region, remote: RemoteMemory, plan: Plan, bases: list[tuple[int, int]], done: Moves) -> None:
         src_offsets, dst_offsets, lengths = _placed(plan, bases)
-        moved = (remote.read if self._reads else remote.write)(
-            local,
-            src_offsets=src_offsets,
-            dst_offsets=dst_offsets,
-            lengths=lengths,
-            stop=self._stop,
-            timeout_s=max(0.0, self._deadline - time.monotonic()),
-        )
+        with self._pool.gate.moving(timeout_s=self._left_s()):
+            moved = (remote.read if self._reads else remote.write)(
+                local,
+                src_offsets=src_offsets,
+                dst_offsets=dst_offsets,
+                lengths=lengths,
+                stop=self._stop,
+                timeout_s=self._left_s(),
+            )
         done.add(Moves(moved.num_operations, moved.nbytes, moved.seconds))
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
 
 def _placed(plan: Plan, bases: list[tuple[int, int]]) -> tuple[Offsets, Offsets, Offsets]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ class GoodOffer:
     """The model's heads that it brings: first, and the one after the last."""
     came: float
     """When, on the loop's clock."""
+    page_keys: NDArray[np.uint8] | None
+    """Of the pages of the grant, uint8 ``[num_pages, key_nbytes]``; None where they count for nothing."""
 
     @property
     def key(self) -> tuple[Link, int]:
@@ -51,6 +54,11 @@ class Part:
     heard: float
     lease_timer: asyncio.TimerHandle
     unpacker: Unpacker | None = None
+
+    @property
+    def may_be_loud(self) -> bool:
+        """Whether bytes of it may land after its sender is gone."""
+        return self.reach is not Reach.FRAMES and len(self.page_ids) > 0
 
     @property
     def reach(self) -> Reach:
@@ -89,14 +97,20 @@ class WaitingOffers:
     def __init__(self, too_late: Callable[[GoodOffer], None]) -> None:
         self._offers: dict[tuple[Link, int], GoodOffer] = {}
         self._timers: dict[tuple[Link, int], asyncio.TimerHandle] = {}
+        self._counts: Counter[Link] = Counter()
         self._too_late = too_late
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
         return len(self._offers)
 
+    def of(self, link: Link) -> int:
+        """How many of a link wait."""
+        return self._counts[link]
+
     def append(self, offer: GoodOffer) -> None:
         """The last one."""
+        self._counts[offer.link] += 1
         self._offers[offer.key] = offer
         self._timers[offer.key] = self._loop.call_later(offer.offer.deadline_s, self._due, offer)
 
@@ -108,6 +122,9 @@ class WaitingOffers:
         """Whether it was waiting; it is not any more."""
         if self._offers.pop((link, transfer_id), None) is None:
             return False
+        self._counts[link] -= 1
+        if not self._counts[link]:
+            del self._counts[link]
         self._timers.pop((link, transfer_id)).cancel()
         return True
 

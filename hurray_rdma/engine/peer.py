@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -52,7 +51,7 @@ class Peer:
         self._on_closed = on_closed
         self._connection: Connection | None = None
         self._reconnecting = asyncio.Lock()
-        self._quiet_sessions: deque[bytes] = deque(maxlen=MAX_QUIET_SESSIONS)
+        self._quiet_sessions: dict[bytes, None] = {}
         self._opening: asyncio.Task[None] | None = None
         self._endings: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -96,7 +95,7 @@ class Peer:
                 raise PeerLostError(f"the connection to {self.address} was closed here")
             old = self._connection
             if old is None or old.lost:
-                if old is not None and old.forsaken:
+                if old is not None:
                     self._end(old)
                 await self._ended(deadline)
                 await self._reconnect(deadline)
@@ -135,7 +134,9 @@ class Peer:
     async def _close_connection(self, connection: Connection) -> None:
         await connection.close()
         if connection.quiet:
-            self._quiet_sessions.append(connection.session_id)
+            self._quiet_sessions[connection.session_id] = None
+            while len(self._quiet_sessions) > MAX_QUIET_SESSIONS:
+                del self._quiet_sessions[next(iter(self._quiet_sessions))]
 
     async def _ended(self, deadline: float) -> None:
         """Earlier connections are closed, so that the peer can be told which of them are quiet."""
@@ -193,8 +194,7 @@ class Peer:
         check_context(snapshot.pool, self._surroundings.context)
         connection = self._connection
         if page_keys is None and connection is not None and not connection.lost:
-            remote = connection.pool_for(snapshot.pool.spec, pool)
-            stats = await connection.ahead.send(snapshot, remote, name, zero_tails=zero_tails, timeout_s=budget_s)
+            stats = await connection.ahead.send(snapshot, name, pool=pool, zero_tails=zero_tails, timeout_s=budget_s)
             if stats is not None:
                 return stats
         async with self.begin(
@@ -286,6 +286,11 @@ class Peer:
     def connected(self) -> bool:
         """Whether a session is open now; if not, the next transfer opens one."""
         return self._connection is not None and not self._connection.lost
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of the peer's pools that this engine may send into; its own is ""."""
+        return self._open_connection().pool_names
 
     @property
     def lanes(self) -> LaneReport | None:

@@ -12,7 +12,7 @@ __all__ = ["ProcessWatch", "process_id"]
 
 
 def process_id() -> bytes:
-    """This process, told apart from every other that runs or ran on this host: pid namespace, pid, start time."""
+    """This process, told apart from every other anywhere: running kernel and pid namespace, pid, start time."""
     return f"{_namespace()}:{os.getpid()}:{_start_time(os.getpid())}".encode()
 
 
@@ -32,8 +32,8 @@ class ProcessWatch:
     def __init__(self, identity: bytes, ended: Callable[[], None]) -> None:
         namespace, _, rest = identity.decode("ascii", "replace").partition(":")
         pid, _, start_time = rest.partition(":")
-        if namespace != str(_namespace()) or not pid.isdecimal():
-            raise ValueError("the process is of another pid namespace")
+        if namespace != _namespace() or not pid.isdecimal():
+            raise ValueError("the process is of another host or pid namespace")
         self._loop = asyncio.get_running_loop()
         self._ended = ended
         self._closed = False
@@ -77,8 +77,10 @@ class ProcessWatch:
             self._fd = -1
 
 
-def _namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+def _namespace() -> str:
+    """Where pids mean what they mean here."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _start_time(pid: int) -> str:

@@ -31,7 +31,7 @@ from hurray_rdma.engine.exchange import retain
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import ConfigError, HurrayError, LeaseExpiredError
+from hurray_rdma.errors import ConfigError, GeometryError, HurrayError, LeaseExpiredError
 from hurray_rdma.format import Dialect
 
 __all__ = ["Publishing"]
@@ -54,7 +54,6 @@ class _Reading:
     """One fetch under way; it has a lease of its own, so that the end of the publication does not disturb it."""
 
     pool: PagePool
-    key: str
     nbytes: int
     lease: Lease
     timer: asyncio.TimerHandle
@@ -65,29 +64,35 @@ class Publishing:
 
     Args:
         receiver_of: the announced pool that a peer may know of, by the pool itself; None where it may not.
+        max_read_s: how long a reader may take at most, whatever it asked for.
         tally: counts what happens.
     """
 
-    def __init__(self, receiver_of: Callable[[PagePool, Link], Receiver | None], *, tally: Tally) -> None:
+    def __init__(
+        self, receiver_of: Callable[[PagePool, Link], Receiver | None], *, max_read_s: float, tally: Tally
+    ) -> None:
         self._receiver_of = receiver_of
+        self._max_read_s = max_read_s
         self._tally = tally
         self._loop = asyncio.get_running_loop()
         self._publications: dict[str, _Publication] = {}
         self._readings: dict[tuple[Link, int], _Reading] = {}
-
-    @property
-    def num_published(self) -> int:
-        """Snapshots that can be fetched."""
-        return len(self._publications)
 
     def publish(self, key: str, snapshot: Snapshot, *, lease_s: float, page_keys: NDArray[np.uint8] | None) -> None:
         """Lets peers fetch a snapshot; see `Engine.publish`.
 
         Raises:
             ConfigError: the key is taken.
+            GeometryError: ``page_keys`` are not one for each entry.
         """
         if key in self._publications:
             raise ConfigError("is published already", field="key", value=key, fix="Take it back first: unpublish")
+        if page_keys is not None and (page_keys.ndim != 2 or len(page_keys) != len(snapshot.block_table)):
+            raise GeometryError(
+                f"must have a row for each of the {len(snapshot.block_table)} entries of block_table",
+                field="page_keys.shape",
+                value=page_keys.shape,
+            )
         self._publications[key] = _Publication(
             snapshot,
             page_keys if page_keys is not None else np.empty((0, 0), np.uint8),
@@ -157,7 +162,7 @@ class Publishing:
             # Its rkeys are about to be void: look again soon, at those that come after.
             self._loop.call_later(_LOOK_AGAIN_S, self.handle, link, Fetched(transfer_id, fetch))
             return
-        spec = snapshot.pool.spec
+        spec, read_s = snapshot.pool.spec, min(fetch.deadline_s, self._max_read_s)
         published = Published(
             pool_id=receiver.pool_id,
             generation=receiver.generation,
@@ -169,18 +174,22 @@ class Publishing:
             head_offset=spec.head_offset,
             total_heads=spec.heads_of_model,
             page_keys=publication.page_keys,
-            lease_s=fetch.deadline_s,
+            lease_s=read_s,
         )
         lease = retain(snapshot)
-        if not link.session.publish(transfer_id, published, now=link.now):
+        try:
+            told = link.session.publish(transfer_id, published, now=link.now)
+        except BaseException:
+            lease.release()
+            raise
+        if not told:
             lease.release()
             return
         self._readings[link, transfer_id] = _Reading(
             snapshot.pool,
-            fetch.key,
             len(lease) * pages_nbytes(spec),
             lease,
-            self._loop.call_later(fetch.deadline_s, self._too_late, link, transfer_id),
+            self._loop.call_later(read_s, self._too_late, link, transfer_id),
         )
 
     def _too_late(self, link: Link, transfer_id: int) -> None:

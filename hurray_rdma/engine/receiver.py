@@ -8,6 +8,7 @@ key. Runs on the event loop and owns no socket: each connection is a `Link`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 
@@ -61,6 +62,10 @@ _log = logging.getLogger(__name__)
 
 _MAX_WAITING = 1024
 """Offers that may wait for pages; more are refused as busy."""
+_MAX_WAITING_OF_ONE = 256
+"""Of one sender."""
+_MAX_UNTAKEN = 4096
+"""Arrivals that the application has not taken: transfers without pages are bounded by nothing else."""
 
 
 class Receiver:
@@ -72,6 +77,7 @@ class Receiver:
         name: what senders call it; "" is the engine's own.
         tenant: whose senders hear of it; "" is those with the engine's own token.
         arrivals: where granted transfers go.
+        ahead_pages: what may be granted ahead, to all senders together.
         lease_s: a grant of which nothing is heard for this long is aborted.
         timeout_s: what `Arrival.wait_layer` and `Arrival.snapshot` wait by default.
         tally: counts what happens.
@@ -85,6 +91,7 @@ class Receiver:
         name: str,
         tenant: str,
         arrivals: asyncio.Queue[Arrival | None],
+        ahead_pages: int,
         lease_s: float,
         timeout_s: float,
         tally: Tally,
@@ -96,16 +103,18 @@ class Receiver:
         self.generation = 1
         """Of the pool's registration."""
         self.granted = Granted(pool, name=name, lease_s=lease_s, tally=tally)
-        self._ahead = Reservations(pool, lease_s=lease_s, tally=tally)
+        self._ahead = Reservations(pool, max_pages=ahead_pages, lease_s=lease_s, tally=tally)
         self._arrivals = arrivals
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._tally = tally
         self._waiting = WaitingOffers(self._too_late)
+        self._free_when_full: int | None = None
         self._holding = False
         self._settling = asyncio.Lock()
         self._closed = False
         self._loop = asyncio.get_running_loop()
+        pool.claim(self)
         pool.allocator.watch(self._pages_freed)
 
     @property
@@ -125,12 +134,17 @@ class Receiver:
         pool = announcement(
             self.pool, pool_id=self.pool_id, generation=self.generation, name=self.name, removed=removed
         )
-        link.session.announce(pool, now=self._loop.time())
-        link.notify()
+        try:
+            link.session.announce(pool, now=self._loop.time())
+        except HurrayError as error:  # it accepts no message of that length
+            link.log.bind(pool=self.name).warning("cut off, since it cannot be told of the pool: %s", error)
+            link.cut()
+        else:
+            link.notify()
 
     async def adopt(self) -> None:
         """Takes back what an earlier engine on the pool left in quarantine, where registering anew makes that safe."""
-        left = self.pool.allocator.quarantined()
+        left = [lease for lease in self.pool.allocator.quarantined() if lease.revocable]
         if not left or not all(region.allocated for region in self.pool.regions):
             return
         try:
@@ -245,6 +259,7 @@ class Receiver:
     def close(self, reason: str = "the engine closed") -> None:
         """Takes no more offers, and ends what is not complete. Idempotent."""
         self._holding = self._closed = True
+        self.pool.disclaim(self)
         self.pool.allocator.unwatch(self._pages_freed)
         for waiting in self._waiting.remove_all():
             self._refuse(*waiting.key, TransferAbortedError(reason))
@@ -261,8 +276,10 @@ class Receiver:
             if whole is not None:
                 self._join(whole, checked)
                 return
-            if len(self._waiting) >= _MAX_WAITING:
+            if len(self._waiting) >= _MAX_WAITING or self._waiting.of(link) >= _MAX_WAITING_OF_ONE:
                 raise PeerBusyError("offers wait for pages already", field="waiting", value=len(self._waiting))
+            if self._arrivals.qsize() >= _MAX_UNTAKEN:
+                raise PeerBusyError("arrivals are untaken", field="untaken", value=self._arrivals.qsize())
         except HurrayError as error:
             self._refuse(link, transfer_id, error)
             return
@@ -295,7 +312,11 @@ class Receiver:
                 fix="Send fewer sequences at a time, or make the receiving pool larger",
             )
         heads = common_heads(source, self.pool.spec)
-        return GoodOffer(link, transfer_id, offer, source, page_map, heads, self._loop.time())
+        page_keys = None
+        if offer.page_keys.shape[1] and heads == self.pool.spec.heads:
+            # A key stands for a whole page; a sender of some of its heads can neither spare it nor enter it.
+            page_keys, _ = map_keys(page_map, offer.page_keys, offer.seq_ptr)
+        return GoodOffer(link, transfer_id, offer, source, page_map, heads, self._loop.time(), page_keys)
 
     def _too_late(self, offer: GoodOffer) -> None:
         error = DeadlineExceededError("no pages became free in time", field="deadline_s", value=offer.offer.deadline_s)
@@ -304,10 +325,17 @@ class Receiver:
 
     def _pages_freed(self) -> None:
         """On any thread: looks at the queue again, soon."""
-        self._loop.call_soon_threadsafe(self._grant_in_order)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the engine with it
+            self._loop.call_soon_threadsafe(self._look_again)
+
+    def _look_again(self) -> None:
+        """Pages that were only looked at, and given back, make no room."""
+        if self._free_when_full is None or self.pool.allocator.accounts().free > self._free_when_full:
+            self._grant_in_order()
 
     def _grant_in_order(self) -> None:
         """Grants from the head of the queue while pages last; never past an offer that must wait."""
+        self._free_when_full = None
         while not self._holding and not self.pool.closed and (head := self._waiting.first()) is not None:
             whole = self.granted.unfilled.get(head.offer.key)
             try:
@@ -363,8 +391,8 @@ class Receiver:
         resident, page_keys = None, None
         page_ids = np.empty(page_map.num_pages, np.uint32)
         found = np.zeros(page_map.num_pages, np.bool_)
-        if offer.offer.page_keys.shape[1]:
-            page_keys, _ = map_keys(page_map, offer.offer.page_keys, offer.offer.seq_ptr)
+        if offer.page_keys is not None:
+            page_keys = offer.page_keys
             here = self.pool.resident.acquire(page_keys)
             found, resident, page_ids = here.found, here.lease, here.page_ids.copy()
             page_keys = page_keys[~found]
@@ -374,6 +402,7 @@ class Receiver:
         except PoolExhaustedError:
             if resident is not None:
                 resident.release()
+            self._free_when_full = allocator.accounts().free
             return False
         page_ids[~found] = written.page_ids
         arrival = self._arrival(offer, page_ids, written=written, resident=resident)

@@ -15,6 +15,7 @@ from hurray_rdma.control import (
     Fetched,
     Listener,
     Offered,
+    PeerBusyError,
     Pool,
     Reserved,
     ServerSession,
@@ -36,6 +37,8 @@ from hurray_rdma.transport import Context, Worker
 
 __all__ = ["Reception"]
 
+_MAX_SESSIONS = 1024
+"""Of senders with a UCX worker of their own."""
 _GOODBYE_S = 1.0
 """What senders have to say that they are quiet when the engine closes."""
 
@@ -50,7 +53,7 @@ class Reception:
         context: of all pools.
         worker: the engine's.
         arrivals: where granted transfers go.
-        lease_s, timeout_s: as of `Receiver`.
+        ahead_pages, lease_s, timeout_s: as of `Receiver`.
         tally: counts what happens.
     """
 
@@ -60,6 +63,7 @@ class Reception:
         worker: Worker,
         *,
         arrivals: asyncio.Queue[Arrival | None],
+        ahead_pages: int,
         lease_s: float,
         timeout_s: float,
         tally: Tally,
@@ -67,6 +71,7 @@ class Reception:
         self._context = context
         self._worker = worker
         self._arrivals = arrivals
+        self._ahead_pages = ahead_pages
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._tally = tally
@@ -75,7 +80,7 @@ class Reception:
         self._removed: list[Receiver] = []
         self._num_pools = 0
         self._token: str | None = None
-        self.publishing = Publishing(self._receiver_of, tally=tally)
+        self.publishing = Publishing(self._receiver_of, max_read_s=max(lease_s, timeout_s), tally=tally)
         self._listener: Listener | None = None
         self._links: dict[Link, Channel] = {}
         self._owing: set[Link] = set()
@@ -179,20 +184,21 @@ class Reception:
         Pool(pool_id=self._num_pools, generation=1, name=name, removed=True)  # its rule for names
         # Not its name: who connected with the token of a pool that was removed has nothing in a later one of that name.
         tenant = f"pool {self._num_pools}" if token is not None else ""
-        if token is not None:
-            if not token or token == self._token or token in self._tenants.values():
-                raise ConfigError(f"pool {name!r} needs a token that no other pool and not the engine has")
-            self._tenants[tenant] = token
+        if token is not None and (not token or token == self._token or token in self._tenants.values()):
+            raise ConfigError(f"pool {name!r} needs a token that no other pool and not the engine has")
         receiver = Receiver(
             pool,
             pool_id=self._num_pools,
             name=name,
             tenant=tenant,
             arrivals=self._arrivals,
+            ahead_pages=self._ahead_pages,
             lease_s=self._lease_s,
             timeout_s=self._timeout_s,
             tally=self._tally,
         )
+        if token is not None:
+            self._tenants[tenant] = token
         self._num_pools += 1
         self._receivers[name] = receiver
         for link in self._links:
@@ -257,6 +263,8 @@ class Reception:
         """What a sender of that host is told to connect to."""
         if host_id == self._context.memory_domain:
             return self._worker.address
+        if len(self._links) >= _MAX_SESSIONS:
+            raise PeerBusyError("sessions are open already", field="sessions", value=len(self._links))
         worker = self._context.open_worker()
         self._own_workers[worker.address] = worker
         return worker.address
@@ -266,7 +274,7 @@ class Reception:
         session = channel.session
         assert isinstance(session, ServerSession)
         own_worker = self._own_workers.pop(session.worker_address, None)
-        link = Link(channel, own_worker=own_worker, shares_memory=own_worker is None, ended=self._process_ended)
+        link = Link(channel, own_worker=own_worker, ended=self._process_ended)
         self._links[link] = channel
         self._tally.connected()
 
@@ -282,6 +290,8 @@ class Reception:
                         meant.handle(link, event)
                     else:
                         error = StaleGenerationError("there is no such pool", field="pool_id", value=asked.pool_id)
+                        self._tally.failed("receive", error)
+                        link.log.bind(transfer=transfer_id).info("refused: %s", error)
                         link.session.refuse(transfer_id, error, now=link.now)
                 case Fetched():
                     self.publishing.handle(link, event)
@@ -331,27 +341,29 @@ class Reception:
     def _ended(self, link: Link) -> None:
         """A session has ended; what its sender posted before may still be on its way."""
         del self._links[link]
+        self._owing.add(link)
         if link.own_worker is not None:
             self._start(self._close_worker(link, link.own_worker))
-        elif self._owes(link):
-            self._owing.add(link)
-            if link.process_ended:  # which may be known before the end of its connection is
-                self._process_ended(link)
-        else:
-            link.close()
+        if link.process_ended:  # which may be known before the end of its connection is
+            self._process_ended(link)
+        self._look_owing()
 
     async def _close_worker(self, link: Link, worker: Worker) -> None:
         await asyncio.to_thread(worker.close)
-        self._silenced(link, {Reach.SOCKET, Reach.KEY})
+        # Memory and addresses of this host are out of reach for a process that cannot be seen here, whatever it says.
+        self._silenced(link, {Reach.SOCKET, Reach.KEY} if link.watched else set(Reach))
 
     def _process_ended(self, link: Link) -> None:
         self._start(self._drain(link))
 
     async def _drain(self, link: Link) -> None:
         """The process of a sender has ended; what it had sent as messages is put where it belongs, and that was all."""
-        if self._owes(link):
-            await asyncio.to_thread(self._worker.drain)
-        self._silenced(link, {Reach.MAPPING, Reach.ADDRESS, Reach.SOCKET})
+        reaches = {Reach.MAPPING, Reach.ADDRESS}
+        if link.own_worker is None:
+            reaches.add(Reach.SOCKET)
+            if self._owes(link):
+                await asyncio.to_thread(self._worker.drain)
+        self._silenced(link, reaches)
 
     def _silenced(self, link: Link, reaches: set[Reach]) -> None:
         for receiver in self._all():

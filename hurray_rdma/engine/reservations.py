@@ -20,9 +20,6 @@ from hurray_rdma.errors import HurrayError, PoolExhaustedError
 
 __all__ = ["Reservations"]
 
-_MAX_SHARE = 8
-"""All reservations together hold at most one page of so many."""
-
 
 @dataclass(slots=True, eq=False)
 class _Reservation:
@@ -38,12 +35,14 @@ class Reservations:
 
     Args:
         pool: where the pages are.
+        max_pages: what all of them together may hold.
         lease_s: one that is not used for this long is recalled; then its sender has as long to say QUIET.
         tally: counts what happens.
     """
 
-    def __init__(self, pool: PagePool, *, lease_s: float, tally: Tally) -> None:
+    def __init__(self, pool: PagePool, *, max_pages: int, lease_s: float, tally: Tally) -> None:
         self._pool = pool
+        self._max_pages = max_pages
         self._lease_s = lease_s
         self._tally = tally
         self._loop = asyncio.get_running_loop()
@@ -63,7 +62,7 @@ class Reservations:
         Raises:
             PoolExhaustedError: too many are held already, or there are too few.
         """
-        allowed = self._pool.num_pages // _MAX_SHARE - self._num_pages
+        allowed = self._max_pages - self._num_pages
         if reserve.num_pages > allowed:
             raise PoolExhaustedError(
                 f"is above the {max(0, allowed)} pages that may still be granted ahead",
@@ -165,7 +164,7 @@ class Reservations:
 
     def _quarantine(self, key: tuple[Link, int], reason: str) -> None:
         held = self._loud[key] = self._forget(key)
-        self._pool.allocator.quarantine(held.lease, reason=reason)
+        self._pool.allocator.quarantine(held.lease, reason=reason, revocable=held.reach is not Reach.ADDRESS)
         self._tally.quarantined(len(held.lease))
 
     def _hush(self, key: tuple[Link, int]) -> None:

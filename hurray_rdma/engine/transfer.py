@@ -135,10 +135,10 @@ class Transfer(Exchange[Grant]):
             remote,
             self._key,
             dialect=self._route.dialect(),
-            deadline_s=self._timeout_s,
+            deadline_s=self._left_s,
             page_keys=self._page_keys,
         )
-        transfer_id = session.offer(offer, now=self._loop.time(), timeout_s=self._timeout_s)
+        transfer_id = session.offer(offer, now=self._loop.time(), timeout_s=self._left_s)
         try:
             self._route.notify()
             page_map = page_map_of(snapshot, dest.spec)  # while the peer looks at the offer
@@ -185,7 +185,7 @@ class Transfer(Exchange[Grant]):
                 self._loop.call_soon_threadsafe(self._ended, indices)
 
         nbytes = self._plan.nbytes * len(layers) // self._snapshot.pool.spec.num_layers
-        await self._move(lambda: mover.move(layers, ended), nbytes)
+        await self._move(self._snapshot.pool, lambda: mover.move(layers, ended), nbytes)
 
     @property
     def _in_doubt(self) -> bool:

@@ -10,6 +10,7 @@ import time
 
 from hurray_rdma.errors import (
     DeadlineExceededError,
+    TransferAbortedError,
     TransportError,
 )
 from hurray_rdma.transport.binding import BoundWorker, native
@@ -24,6 +25,8 @@ __all__ = ["Endpoint", "Worker"]
 _WINDOW = 512
 """Operations in flight per plan: enough to fill any lane, few enough that a stop is heard soon."""
 _CLOSE_TIMEOUT_S = 2.0
+_LOOK_S = 0.02
+"""How often one who waits for another's plan to end looks whether it is still wanted."""
 
 
 _stranded: list[Endpoint] = []
@@ -144,6 +147,11 @@ class Endpoint:
         return handle
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing can be posted any more: closed here, or given up with a plan that did not end."""
+        return self._bound.handle == 0
+
+    @property
     def bound(self) -> native.Endpoint:
         """The native endpoint, for unpacking rkeys."""
         return self._bound
@@ -202,8 +210,11 @@ class Endpoint:
             DeadlineExceededError: another plan kept the endpoint busy for ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
-        if not self._in_use.acquire(timeout=max(0.0, timeout_s)):
-            raise DeadlineExceededError("the endpoint was busy all the time", field="timeout_s", value=timeout_s)
+        while not self._in_use.acquire(timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+            if stop.is_set():
+                raise TransferAbortedError("it was stopped while it waited for the endpoint")
+            if time.monotonic() >= deadline:
+                raise DeadlineExceededError("the endpoint was busy all the time", field="timeout_s", value=timeout_s)
         try:
             handle = self.handle
             self._running = stop

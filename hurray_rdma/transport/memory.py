@@ -108,19 +108,27 @@ class Region:
         Raises:
             RegistrationError: the region is closed or in use, or UCX refuses; it is as it was.
         """
+        self.check_renewable()
         old = self.memory
-        if not self.allocated and old.in_use:
+        self._memory = self.context.remake(self)
+        if not self.allocated:
+            self._seen = self._memory
+        if old is not self._seen:
+            old.close()
+
+    def check_renewable(self) -> None:
+        """Raises if `renew` cannot be.
+
+        Raises:
+            RegistrationError: the region is closed, or in use.
+        """
+        if not self.allocated and self.memory.in_use:
             raise RegistrationError(
                 "an operation in flight or an array keeps it registered",
                 field="region",
                 value=repr(self),
                 fix="Try again when transfers out of it have ended",
             )
-        self._memory = self.context.remake(self)
-        if not self.allocated:
-            self._seen = self._memory
-        if old is not self._seen:
-            old.close()
 
     def close(self) -> None:
         """Deregisters (``ucp_mem_unmap``): rkeys of it are void from now on. Idempotent."""

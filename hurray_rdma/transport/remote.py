@@ -56,6 +56,8 @@ class RemoteMemory:
     def __init__(self, endpoint: Endpoint, remote: RemoteRegion) -> None:
         self._endpoint = endpoint
         self.remote = remote
+        if endpoint.closed:
+            raise TransportError("the endpoint is closed")
         try:
             self._rkey = native.RemoteKey(endpoint.bound, unseal(remote.rkey, field="rkey"))
         except native.UcxError as error:

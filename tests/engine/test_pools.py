@@ -129,7 +129,7 @@ def test_a_pool_added_after_the_handshake_is_used_without_connecting_anew(lane: 
 
 
 def pool_names(peer: Any) -> set[str]:
-    return {remote.pool.name for remote in peer._connection._pools.values()}
+    return set(peer.pools)
 
 
 def test_the_same_key_into_two_pools_at_once_is_two_arrivals() -> None:
@@ -303,9 +303,15 @@ def test_a_tenant_sends_into_its_own_pool_and_no_other() -> None:
 
 def test_names_and_tokens_are_checked_before_anything_is_added() -> None:
     async def job() -> None:
-        with PagePool.allocate(SPEC, 4) as own, PagePool.allocate(SPEC, 4) as other:
+        with (
+            PagePool.allocate(SPEC, 4) as own,
+            PagePool.allocate(SPEC, 4) as other,
+            PagePool.allocate(SPEC, 4) as third,
+        ):
             async with Engine(own, listen="127.0.0.1:0", token="engine's") as engine:
                 engine.add_pool(other, name="other", token="other's")
+                with pytest.raises(ConfigError, match="receives into it already"):
+                    engine.add_pool(other, name="again", token="again's")
                 for name in ("", "other", "default", "x" * 257):
                     with pytest.raises(ConfigError, match="name"):
                         engine.add_pool(other, name=name)
@@ -326,7 +332,7 @@ def test_names_and_tokens_are_checked_before_anything_is_added() -> None:
                 assert set(engine.stats().pools) == {"default", "other"}
                 async with shaken(engine.address, token="engine's") as hand:
                     assert await pools_heard(hand) == {0: ""}
-                    engine.add_pool(other, name="x" * 256)
+                    engine.add_pool(third, name="x" * 256)
                     assert (await hand.expect(PoolAnnounced)).pool.name == "x" * 256
             async with Engine(own) as engine:
                 for attempt in (

@@ -26,8 +26,11 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def identity(pid: int) -> bytes:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{namespace}:{pid}:{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}".encode()
+    return (
+        f"{boot_id}/{namespace}:{pid}:{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}".encode()
+    )
 
 
 def num_open_files() -> int:

@@ -386,7 +386,7 @@ def disloyal_sender(connection: Connection, address: str, options: dict[str, str
                 inner = peer._connection
                 assert inner is not None
                 assert inner._endpoint is not None
-                ((announced, _),) = inner._announced.values()
+                ((announced, _),) = inner._pools._announced.values()
                 segment = announced.segments[0]
                 region = announced.regions[segment.region_index]
                 at = np.array([segment.offset_nbytes], np.uint64)

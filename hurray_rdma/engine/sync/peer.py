@@ -129,6 +129,11 @@ class Peer:
         return self._peer.connected
 
     @property
+    def pools(self) -> tuple[str, ...]:
+        """As of `hurray_rdma.Peer.pools`."""
+        return self._thread.run(on_loop(lambda: self._peer.pools))
+
+    @property
     def lanes(self) -> LaneReport | None:
         """As of `hurray_rdma.Peer.lanes`."""
         return self._thread.run(on_loop(lambda: self._peer.lanes))

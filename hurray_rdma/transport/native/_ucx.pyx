@@ -18,6 +18,10 @@ from moves cimport (
 )
 from ucp cimport *
 
+cdef extern from "sys/mman.h" nogil:
+    int MADV_HUGEPAGE
+    int madvise(void *address, size_t length, int advice)
+
 cdef extern from "stdio.h" nogil:
     FILE *open_memstream(char **buffer, size_t *size)
 
@@ -188,6 +192,9 @@ cdef Memory _map(uintptr_t context, uintptr_t address, size_t nbytes, int memory
     check("ucp_mem_query", ucp_mem_query(memory.handle, &attr))
     # UCX may round both ends outward to pages; the caller's span is what counts.
     memory.address = <uintptr_t>attr.address if flags & UCP_MEM_MAP_ALLOCATE else address
+    if flags & UCP_MEM_MAP_ALLOCATE and attr.mem_type == UCS_MEMORY_TYPE_HOST:
+        # Before anybody touches it; a kernel that knows or allows no huge pages here says so, and nothing is lost.
+        madvise(<void *>attr.address, nbytes, MADV_HUGEPAGE)
     memory.nbytes = nbytes
     memory.memory_type = <int>attr.mem_type
     return memory

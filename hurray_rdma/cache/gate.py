@@ -1,0 +1,78 @@
+"""Keeps moves of bytes and the renewal of a pool's memory apart: many moves at once, or one renewal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hurray_rdma.errors import DeadlineExceededError
+
+__all__ = ["MemoryGate"]
+
+
+class MemoryGate:
+    """Thread-safe; a renewal that waits lets no further move begin."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_moves = 0
+        self._renewing = False
+
+    @property
+    def renewing(self) -> bool:
+        """Whether a move would have to wait."""
+        return self._renewing
+
+    @contextmanager
+    def moving(self, *, timeout_s: float) -> Iterator[None]:
+        """While bytes go out of the memory, or into it.
+
+        Raises:
+            DeadlineExceededError: it was being renewed all the time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._renewing, timeout_s):
+                raise DeadlineExceededError(
+                    "the pool is being registered anew", field="timeout_s", value=round(timeout_s, 3)
+                )
+            self._num_moves += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_moves -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def renewal(self, *, timeout_s: float) -> Iterator[None]:
+        """While the memory is replaced: waits for the moves under way.
+
+        Raises:
+            DeadlineExceededError: they, or another renewal, did not end in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._renewing, timeout_s):
+                raise DeadlineExceededError("it is being renewed already", field="timeout_s", value=timeout_s)
+            self._renewing = True
+            try:
+                if not self._changed.wait_for(lambda: self._num_moves == 0, deadline - time.monotonic()):
+                    raise DeadlineExceededError(
+                        f"{self._num_moves} moves out of the pool or into it are under way",
+                        field="timeout_s",
+                        value=timeout_s,
+                    )
+            except BaseException:
+                self._end_renewal()
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._end_renewal()
+
+    def _end_renewal(self) -> None:
+        self._renewing = False
+        self._changed.notify_all()

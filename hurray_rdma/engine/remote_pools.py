@@ -1,0 +1,138 @@
+"""The pools of a peer, as it announced them, over one connection."""
+
+from __future__ import annotations
+
+from hurray_rdma.cache import CacheSpec, PoolLayout
+from hurray_rdma.control import Pool
+from hurray_rdma.engine.compat import announced_layout, same_tensors
+from hurray_rdma.engine.exchange import RemotePool
+from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import GeometryError, HurrayError, TransportError
+from hurray_rdma.transport import Endpoint, Path, RemoteMemory, RemoteRegion
+
+__all__ = ["RemotePools"]
+
+
+class RemotePools:
+    """Announcements, checked; opened when they are first needed, since a later one may come first.
+
+    Args:
+        log: of the connection.
+        tally: counts what falls back to the control channel.
+    """
+
+    def __init__(self, log: EngineLog, *, tally: Tally) -> None:
+        self._log = log
+        self._tally = tally
+        self._endpoint: Endpoint | None = None
+        self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
+        self._open: dict[int, RemotePool] = {}
+        self._fell_back = False
+        self.useless: HurrayError | None = None
+        """Why an announced pool cannot be used, if one could not."""
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._announced)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order of their numbers."""
+        return tuple(self._announced[pool_id][0].name for pool_id in sorted(self._announced))
+
+    def use(self, endpoint: Endpoint | None) -> None:
+        """Reaches them over an endpoint; None is the control channel."""
+        self._endpoint = endpoint
+
+    def hear(self, pool: Pool) -> None:
+        """Takes an announcement, in place of any older one."""
+        self.remove(pool.pool_id)
+        try:
+            self._announced[pool.pool_id] = pool, announced_layout(pool)
+        except HurrayError as error:
+            self.useless = error
+            self._log.warning("its pool %r cannot be used: %s", pool.name, error)
+
+    def remove(self, pool_id: int) -> None:
+        """It is no more, or not as it was."""
+        self._announced.pop(pool_id, None)
+        old = self._open.pop(pool_id, None)
+        for memory in old.memories if old is not None else ():
+            memory.close()
+
+    def clear(self) -> None:
+        """All of them; the endpoint has closed their memory."""
+        self._announced.clear()
+        self._open.clear()
+
+    def by_id(self, pool_id: int) -> RemotePool | None:
+        """The pool of that number."""
+        if pool_id not in self._announced:
+            return None
+        if pool_id not in self._open:
+            self._open[pool_id] = self._opened(*self._announced[pool_id])
+        return self._open[pool_id]
+
+    def all(self) -> list[RemotePool]:
+        """In the order of their numbers."""
+        return [remote for pool_id in sorted(self._announced) if (remote := self.by_id(pool_id)) is not None]
+
+    def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
+        """The one that is to take pages of ``spec``.
+
+        Raises:
+            GeometryError: none has that name, or those layers and roles.
+        """
+        pools = self.all()
+        if name is not None:
+            for remote in pools:
+                if remote.pool.name == name:
+                    return remote
+            names = [remote.pool.name for remote in pools]
+            raise GeometryError(f"the receiving side has pools {names}", field="pool", value=name)
+        if len(pools) == 1:
+            return pools[0]
+        for remote in pools:
+            if same_tensors(remote.layout.spec, spec):
+                return remote
+        raise GeometryError(
+            f"the receiving side has pools with layers {[remote.layout.spec.layer_indices for remote in pools]}",
+            field="layers",
+            value=spec.layer_indices,
+        )
+
+    def warn_if_slow(self, *, same_host: bool) -> None:
+        """UCX takes a slow lane without a word."""
+        lane = next((remote.lane for remote in self.all() if remote.path == Path.PUT.value), "")
+        if lane.endswith("(emulated)"):
+            self._log.warning(
+                "pages travel over %s: UCX copies them in software, at a tenth of the speed. In a container allow "
+                "ptrace (--cap-add SYS_PTRACE), or let PagePool.allocate make the receiving pool; see "
+                "`hurray-rdma doctor`",
+                lane,
+            )
+        elif lane == "tcp" and same_host:
+            self._log.warning("pages travel over tcp although the peer is on this host; see `hurray-rdma doctor`")
+
+    def fall_back(self, error: HurrayError) -> None:
+        """Pages travel on the control channel; said once."""
+        if not self._fell_back:
+            self._fell_back = True
+            self._tally.fallback()
+            self._log.warning("pages travel on the control channel, which is slow: %s", error)
+
+    def _opened(self, pool: Pool, layout: PoolLayout) -> RemotePool:
+        memories: list[RemoteMemory] = []
+        if self._endpoint is not None:
+            try:
+                for region in pool.regions:
+                    remote = RemoteRegion(remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey)
+                    memories.append(self._endpoint.open_region(remote))
+            except TransportError as error:
+                for memory in memories:
+                    memory.close()
+                memories.clear()
+                if not self._endpoint.closed:
+                    self.fall_back(error)
+        return RemotePool(pool, layout, tuple(memories))
