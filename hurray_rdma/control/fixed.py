@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
 from hurray_rdma.control.codes import Capability, MessageType
 from hurray_rdma.control.messages import (
@@ -29,7 +30,7 @@ from hurray_rdma.control.messages import (
 )
 from hurray_rdma.errors import ProtocolError
 
-__all__ = ["FIXED_DECODERS", "encode_fixed"]
+__all__ = ["FIXED_DECODERS", "FIXED_ENCODERS"]
 
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
@@ -186,59 +187,69 @@ def _whole(decode: Callable[[_Cursor], Message]) -> Callable[[memoryview], Messa
     return decode_payload
 
 
+def _empty(message: Message) -> Callable[[memoryview], Message]:
+    def decode_payload(payload: memoryview) -> Message:
+        if payload:
+            raise ProtocolError(f"{len(payload)} bytes follow the last field of the payload")
+        return message
+
+    return decode_payload
+
+
 FIXED_DECODERS: dict[int, Callable[[memoryview], Message]] = {
     MessageType.CLIENT_HELLO: _whole(lambda c: _decode_hello(ClientHello, c)),
     MessageType.SERVER_HELLO: _whole(lambda c: _decode_hello(ServerHello, c)),
     MessageType.TENSOR_REQUEST: _whole(_decode_request),
     MessageType.TENSOR_DESCRIPTOR: _whole(_decode_descriptor),
     MessageType.TENSOR_DATA: _whole(_decode_data),
-    MessageType.TENSOR_DATA_END: _whole(lambda _: TensorDataEndMessage()),
+    MessageType.TENSOR_DATA_END: _empty(TensorDataEndMessage()),
     MessageType.TENSOR_PUT: _whole(_decode_put),
-    MessageType.TENSOR_PUT_ACK: _whole(lambda _: TensorPutAck()),
+    MessageType.TENSOR_PUT_ACK: _empty(TensorPutAck()),
     MessageType.ERROR: _whole(lambda c: ErrorMessage(c.u32("error_code"), c.text("message"))),
-    MessageType.PING: _whole(lambda _: Ping()),
-    MessageType.PONG: _whole(lambda _: Pong()),
+    MessageType.PING: _empty(Ping()),
+    MessageType.PONG: _empty(Pong()),
     MessageType.RDMA_REGISTER: _whole(_decode_register),
-    MessageType.RDMA_READY: _whole(lambda _: RdmaReady()),
+    MessageType.RDMA_READY: _empty(RdmaReady()),
 }
 """Payload decoder of each message type 1 to 13; each raises :class:`ProtocolError` and nothing else."""
 
 
-def encode_fixed(message: Message) -> tuple[MessageType, list[bytes | memoryview]] | None:
-    """Type and payload (in parts, so that page data need not be copied) of one of the format's own messages.
+def _encode_request(message: TensorRequest) -> bytes:
+    tail = struct.pack("<BII", message.preferred_device, message.min_alignment, message.request_flags)
+    return _sized(message.key.encode()) + _layouts(message.layouts) + tail
 
-    Returns None for a private message.
-    """
-    match message:
-        case ClientHello():
-            return MessageType.CLIENT_HELLO, [_encode_hello(message)]
-        case ServerHello():
-            return MessageType.SERVER_HELLO, [_encode_hello(message)]
-        case TensorRequest():
-            tail = struct.pack("<BII", message.preferred_device, message.min_alignment, message.request_flags)
-            return MessageType.TENSOR_REQUEST, [_sized(message.key.encode()) + _layouts(message.layouts) + tail]
-        case TensorDescriptorMessage():
-            tail = struct.pack("<QII", message.total_data_nbytes, message.shard_index, message.total_shards)
-            return MessageType.TENSOR_DESCRIPTOR, [message.descriptor + tail]
-        case TensorDataMessage():
-            return MessageType.TENSOR_DATA, [_U64.pack(message.offset_nbytes), message.data]
-        case TensorDataEndMessage():
-            return MessageType.TENSOR_DATA_END, []
-        case TensorPut():
-            key, tail = _sized(message.key.encode()), _U64.pack(message.total_data_nbytes)
-            return MessageType.TENSOR_PUT, [key + _sized(message.descriptor) + tail]
-        case TensorPutAck():
-            return MessageType.TENSOR_PUT_ACK, []
-        case ErrorMessage():
-            return MessageType.ERROR, [_U32.pack(message.code) + _sized(message.text.encode())]
-        case Ping():
-            return MessageType.PING, []
-        case Pong():
-            return MessageType.PONG, []
-        case RdmaRegister():
-            head = struct.pack("<QQ", message.remote_addr, message.nbytes)
-            return MessageType.RDMA_REGISTER, [head + _sized(message.rkey)]
-        case RdmaReady():
-            return MessageType.RDMA_READY, []
-        case _:
-            return None
+
+def _encode_descriptor(message: TensorDescriptorMessage) -> bytes:
+    return message.descriptor + struct.pack(
+        "<QII", message.total_data_nbytes, message.shard_index, message.total_shards
+    )
+
+
+def _encode_put(message: TensorPut) -> bytes:
+    return _sized(message.key.encode()) + _sized(message.descriptor) + _U64.pack(message.total_data_nbytes)
+
+
+def _encode_register(message: RdmaRegister) -> bytes:
+    return struct.pack("<QQ", message.remote_addr, message.nbytes) + _sized(message.rkey)
+
+
+def _no_payload(message: Message) -> list[bytes | memoryview]:
+    return []
+
+
+FIXED_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes | memoryview]]]] = {
+    ClientHello: (MessageType.CLIENT_HELLO, lambda m: [_encode_hello(m)]),
+    ServerHello: (MessageType.SERVER_HELLO, lambda m: [_encode_hello(m)]),
+    TensorRequest: (MessageType.TENSOR_REQUEST, lambda m: [_encode_request(m)]),
+    TensorDescriptorMessage: (MessageType.TENSOR_DESCRIPTOR, lambda m: [_encode_descriptor(m)]),
+    TensorDataMessage: (MessageType.TENSOR_DATA, lambda m: [_U64.pack(m.offset_nbytes), m.data]),
+    TensorDataEndMessage: (MessageType.TENSOR_DATA_END, _no_payload),
+    TensorPut: (MessageType.TENSOR_PUT, lambda m: [_encode_put(m)]),
+    TensorPutAck: (MessageType.TENSOR_PUT_ACK, _no_payload),
+    ErrorMessage: (MessageType.ERROR, lambda m: [_U32.pack(m.code), _sized(m.text.encode())]),
+    Ping: (MessageType.PING, _no_payload),
+    Pong: (MessageType.PONG, _no_payload),
+    RdmaRegister: (MessageType.RDMA_REGISTER, lambda m: [_encode_register(m)]),
+    RdmaReady: (MessageType.RDMA_READY, _no_payload),
+}
+"""Type of each of the format's own messages, and what makes its payload: in parts, so that page data is not copied."""

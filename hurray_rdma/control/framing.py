@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from hurray_rdma.control.codes import ErrorCode, MessageType
 from hurray_rdma.control.config import MIN_MESSAGE_NBYTES
-from hurray_rdma.control.fixed import FIXED_DECODERS, encode_fixed
+from hurray_rdma.control.fixed import FIXED_DECODERS, FIXED_ENCODERS
 from hurray_rdma.control.messages import Malformed, Message
-from hurray_rdma.control.private import PRIVATE_DECODERS, encode_private
+from hurray_rdma.control.private import PRIVATE_DECODERS, PRIVATE_ENCODERS
 from hurray_rdma.errors import ConfigError, ProtocolError
 
 __all__ = ["HEADER_NBYTES", "FrameDecoder", "encode", "encode_parts"]
@@ -21,6 +21,7 @@ __all__ = ["HEADER_NBYTES", "FrameDecoder", "encode", "encode_parts"]
 _HEADER = struct.Struct("<III")
 HEADER_NBYTES = _HEADER.size
 _DECODERS = {**FIXED_DECODERS, **PRIVATE_DECODERS}
+_ENCODERS = {**FIXED_ENCODERS, **PRIVATE_ENCODERS}
 _LONG = (
     MessageType.TENSOR_DATA,
     MessageType.POOL,
@@ -48,8 +49,9 @@ def encode_parts(
     Raises:
         ConfigError: the payload is larger than that.
     """
-    kind, parts = encode_fixed(message) or encode_private(message)
-    nbytes = sum(len(part) for part in parts)
+    kind, encode_payload = _ENCODERS[type(message)]
+    parts = encode_payload(message)
+    nbytes = sum(map(len, parts))
     if nbytes > max_message_nbytes:
         raise ConfigError(
             f"a {kind.name} message of {nbytes} bytes is above the {max_message_nbytes} bytes the peer accepts",
@@ -96,43 +98,49 @@ class FrameDecoder:
                 (``MESSAGE_TOO_LARGE``), or another protocol's bytes. Raised after the messages before it were given
                 out.
         """
-        view = memoryview(data)
+        view = memoryview(data).toreadonly()
+        at, end = 0, len(view)
         while True:
             if self._expected is None:
                 missing = HEADER_NBYTES - len(self._header)
-                self._header += view[:missing]
-                view = view[missing:]
-                if len(self._header) < HEADER_NBYTES:
+                if end - at < missing:
+                    self._header += view[at:]
                     return
-                self._expected = self._check_header(bytes(self._header))
-                self._header.clear()
+                if self._header:
+                    self._header += view[at : at + missing]
+                    self._expected = self._check_header(*_HEADER.unpack(self._header))
+                    self._header.clear()
+                else:
+                    self._expected = self._check_header(*_HEADER.unpack_from(view, at))
+                at += missing
             kind, stream_id, nbytes = self._expected
             missing = nbytes - len(self._payload)
-            if len(view) < missing:
-                self._payload += view
+            if end - at < missing:
+                self._payload += view[at:]
                 return
-            payload, view = view[:missing], view[missing:]
+            payload = view[at : at + missing]
+            at += missing
             if self._payload:
                 self._payload += payload
                 # The decoder lets go of this buffer: views into it given out with a message stay as they are.
-                payload, self._payload = memoryview(self._payload), bytearray()
+                payload, self._payload = memoryview(self._payload).toreadonly(), bytearray()
             self._expected = None
-            yield stream_id, _decode_payload(kind, payload.toreadonly())
+            yield stream_id, _decode_payload(kind, payload)
 
-    def _check_header(self, header: bytes) -> tuple[int, int, int]:
-        kind, stream_id, nbytes = _HEADER.unpack(header)
-        limit = min(self.max_message_nbytes, MIN_MESSAGE_NBYTES) if kind in _SHORT else self.max_message_nbytes
-        if (stream_id == 0 or nbytes > limit) and kind not in _DECODERS:
-            raise _not_hurray(header)
+    def _check_header(self, kind: int, stream_id: int, nbytes: int) -> tuple[int, int, int]:
+        limit = self.max_message_nbytes
+        if nbytes > MIN_MESSAGE_NBYTES and kind in _SHORT:
+            limit = min(limit, MIN_MESSAGE_NBYTES)
+        if stream_id and nbytes <= limit:
+            return kind, stream_id, nbytes
+        if kind not in _DECODERS:
+            raise _not_hurray(_HEADER.pack(kind, stream_id, nbytes))
         if stream_id == 0:
             raise ProtocolError("is reserved", field="stream_id", value=0, code=ErrorCode.INVALID_MESSAGE)
-        if nbytes > limit:
-            raise ProtocolError(
-                f"a {MessageType(kind).name} message of {nbytes} bytes is above the {limit} bytes "
-                "that this side accepts",
-                code=ErrorCode.MESSAGE_TOO_LARGE,
-            )
-        return kind, stream_id, nbytes
+        raise ProtocolError(
+            f"a {MessageType(kind).name} message of {nbytes} bytes is above the {limit} bytes that this side accepts",
+            code=ErrorCode.MESSAGE_TOO_LARGE,
+        )
 
 
 def _foreign(begin: bytes | bytearray) -> tuple[str, str] | None:

@@ -32,7 +32,7 @@ from hurray_rdma.control.pools import (
 )
 from hurray_rdma.errors import HurrayError, ProtocolError
 
-__all__ = ["PRIVATE_DECODERS", "encode_private"]
+__all__ = ["PRIVATE_DECODERS", "PRIVATE_ENCODERS"]
 
 
 class _Session(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -286,50 +286,67 @@ def _le(array: Uint32Array) -> memoryview:
 
 
 def _snapshot_values(snapshot: SnapshotFields) -> tuple[object, ...]:
-    values: tuple[object, ...] = (snapshot.pool_id, snapshot.generation, snapshot.descriptors)
-    values += (_le(snapshot.block_table), _le(snapshot.seq_ptr), _le(snapshot.seq_lens))
-    values += (snapshot.order, snapshot.head_offset, snapshot.total_heads)
-    return (*values, snapshot.page_keys.tobytes(), snapshot.page_keys.shape[1])
+    return (
+        snapshot.pool_id,
+        snapshot.generation,
+        snapshot.descriptors,
+        _le(snapshot.block_table),
+        _le(snapshot.seq_ptr),
+        _le(snapshot.seq_lens),
+        snapshot.order,
+        snapshot.head_offset,
+        snapshot.total_heads,
+        snapshot.page_keys.tobytes(),
+        snapshot.page_keys.shape[1],
+    )
 
 
-def _offer_values(offer: Offer) -> tuple[object, ...]:
-    return (*_snapshot_values(offer), offer.key, float(offer.deadline_s), offer.lane, offer.path)
+def _encode_session(session: SessionMessage) -> bytes:
+    fields: tuple[object, ...] = (session.engine_name, session.token, session.host_id, session.process_id)
+    fields += (session.worker_address, float(session.heartbeat_s), session.session_id, session.quiet_sessions)
+    return _ENCODER.encode(fields)
 
 
-def encode_private(message: Message) -> tuple[MessageType, list[bytes | memoryview]]:
-    """Type and payload of a private message; elements in the order of the schemas above."""
-    match message:
-        case SessionMessage() as session:
-            fields: tuple[object, ...] = (session.engine_name, session.token, session.host_id, session.process_id)
-            fields += (session.worker_address, float(session.heartbeat_s), session.session_id, session.quiet_sessions)
-            return MessageType.SESSION, [_ENCODER.encode(fields)]
-        case Pool() as pool:
-            fields = (pool.pool_id, pool.generation, pool.name, pool.removed, pool.num_pages)
-            fields += (pool.layers, pool.num_heads, pool.head_dim, pool.page_size, pool.dtype, pool.roles, pool.order)
-            fields += (pool.head_offset, pool.total_heads, pool.scale_dtype, pool.zero_points, pool.device)
-            fields += (tuple(map(astuple, pool.regions)), tuple(map(astuple, pool.segments)))
-            return MessageType.POOL, [_ENCODER.encode(fields)]
-        case Offer() as offer:
-            return MessageType.OFFER, [_ENCODER.encode(_offer_values(offer))]
-        case Commit(offer=offer):
-            return MessageType.COMMIT, [_ENCODER.encode(_offer_values(offer))]
-        case Reserve() as reserve:
-            fields = (reserve.pool_id, reserve.generation, reserve.num_pages)
-            fields += (float(reserve.deadline_s), reserve.lane, reserve.path)
-            return MessageType.RESERVE, [_ENCODER.encode(fields)]
-        case Grant() as grant:
-            resident = grant.resident.astype(np.uint8).tobytes()
-            fields = (grant.generation, _le(grant.page_ids), resident, float(grant.lease_s))
-            return MessageType.GRANT, [_ENCODER.encode(fields)]
-        case Fetch() as fetch:
-            fields = (fetch.key, float(fetch.deadline_s), fetch.lane, fetch.path)
-            return MessageType.FETCH, [_ENCODER.encode(fields)]
-        case Published() as published:
-            fields = (*_snapshot_values(published), float(published.lease_s))
-            return MessageType.PUBLISHED, [_ENCODER.encode(fields)]
-        case Abort(code=code, reason=reason):
-            return MessageType.ABORT, [_ENCODER.encode((int(code), reason))]
-        case Quiet():
-            return MessageType.QUIET, []
-        case _:
-            raise TypeError(f"{type(message).__name__} is not a message that is sent")
+def _encode_pool(pool: Pool) -> bytes:
+    fields: tuple[object, ...] = (pool.pool_id, pool.generation, pool.name, pool.removed, pool.num_pages)
+    fields += (pool.layers, pool.num_heads, pool.head_dim, pool.page_size, pool.dtype, pool.roles, pool.order)
+    fields += (pool.head_offset, pool.total_heads, pool.scale_dtype, pool.zero_points, pool.device)
+    fields += (tuple(map(astuple, pool.regions)), tuple(map(astuple, pool.segments)))
+    return _ENCODER.encode(fields)
+
+
+def _encode_offer(offer: Offer) -> bytes:
+    return _ENCODER.encode((*_snapshot_values(offer), offer.key, float(offer.deadline_s), offer.lane, offer.path))
+
+
+def _encode_published(published: Published) -> bytes:
+    return _ENCODER.encode((*_snapshot_values(published), float(published.lease_s)))
+
+
+def _encode_grant(grant: Grant) -> bytes:
+    resident = grant.resident.astype(np.uint8).tobytes()
+    return _ENCODER.encode((grant.generation, _le(grant.page_ids), resident, float(grant.lease_s)))
+
+
+def _encode_fetch(fetch: Fetch) -> bytes:
+    return _ENCODER.encode((fetch.key, float(fetch.deadline_s), fetch.lane, fetch.path))
+
+
+def _encode_reserve(reserve: Reserve) -> bytes:
+    fields = (reserve.pool_id, reserve.generation, reserve.num_pages)
+    return _ENCODER.encode((*fields, float(reserve.deadline_s), reserve.lane, reserve.path))
+
+
+PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes | memoryview]]]] = {
+    SessionMessage: (MessageType.SESSION, lambda m: [_encode_session(m)]),
+    Pool: (MessageType.POOL, lambda m: [_encode_pool(m)]),
+    Offer: (MessageType.OFFER, lambda m: [_encode_offer(m)]),
+    Grant: (MessageType.GRANT, lambda m: [_encode_grant(m)]),
+    Abort: (MessageType.ABORT, lambda m: [_ENCODER.encode((int(m.code), m.reason))]),
+    Quiet: (MessageType.QUIET, lambda _: []),
+    Fetch: (MessageType.FETCH, lambda m: [_encode_fetch(m)]),
+    Published: (MessageType.PUBLISHED, lambda m: [_encode_published(m)]),
+    Reserve: (MessageType.RESERVE, lambda m: [_encode_reserve(m)]),
+    Commit: (MessageType.COMMIT, lambda m: [_encode_offer(m.offer)]),
+}
+"""Type of each private message, and what makes its payload; elements in the order of the schemas above."""
