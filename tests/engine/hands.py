@@ -44,7 +44,15 @@ class Hand:
         return result
 
     def offer(
-        self, snapshot: Snapshot, *, path: str = "frames", pool_id: int = 0, generation: int = 1, key: str = "by hand"
+        self,
+        snapshot: Snapshot,
+        *,
+        path: str = "frames",
+        lane: str = "tcp",
+        pool_id: int = 0,
+        generation: int = 1,
+        key: str = "by hand",
+        **more: Any,
     ) -> int:
         offer = Offer(
             key=key,
@@ -56,8 +64,9 @@ class Hand:
             seq_lens=snapshot.seq_lens,
             total_heads=snapshot.pool.spec.heads_of_model,
             deadline_s=10,
-            lane="tcp",
+            lane=lane,
             path=path,
+            **more,
         )
         return int(self.do("offer", offer, timeout_s=10))
 
