@@ -367,6 +367,8 @@ class Receiver:
         if lease is None:
             return  # it was recalled, and the sender is told
         try:
+            if self._arrivals.qsize() >= _MAX_UNTAKEN:
+                raise PeerBusyError("arrivals are untaken", field="untaken", value=self._arrivals.qsize())
             checked = self._checked(link, transfer_id, offer)
             count = checked.page_map.num_pages
             if count > len(lease) or offer.page_keys.shape[1] or checked.heads != self.pool.spec.heads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
 
@@ -201,7 +202,7 @@ class Reception:
             self._tenants[tenant] = token
         self._num_pools += 1
         self._receivers[name] = receiver
-        for link in self._links:
+        for link in list(self._links):  # one that cannot be told is cut off
             receiver.announce(link)
 
     def remove_pool(self, name: str) -> None:
@@ -213,7 +214,7 @@ class Reception:
         receiver = self._named(name)
         del self._receivers[name]
         self._tenants.pop(receiver.tenant, None)
-        for link in self._links:
+        for link in list(self._links):  # one that cannot be told is cut off
             receiver.announce(link, removed=True)
         receiver.close("the pool was removed")
         self.publishing.revoke(receiver.pool, StaleGenerationError(f"pool {name!r} was removed"))
@@ -226,16 +227,16 @@ class Reception:
             ConfigError: there is no such pool.
             DeadlineExceededError, RegistrationError: nothing was done.
         """
-        receiver = self._named(name)
+        receiver, deadline = self._named(name), time.monotonic() + timeout_s
         await receiver.settle(timeout_s)
         # Nobody may be granted pages before it is over, also when the caller is cancelled.
-        await asyncio.shield(self._start(self._renew(receiver)))
+        await asyncio.shield(self._start(self._renew(receiver, max(0.0, deadline - time.monotonic()))))
 
-    async def _renew(self, receiver: Receiver) -> None:
+    async def _renew(self, receiver: Receiver, timeout_s: float) -> None:
         try:
             self.publishing.revoke(receiver.pool, StaleGenerationError("the pool is being registered anew"))
-            await asyncio.to_thread(receiver.pool.renew)
-            receiver.renewed(self._links)
+            await asyncio.to_thread(receiver.pool.renew, timeout_s=timeout_s)
+            receiver.renewed(list(self._links))
             self._look_owing()
         finally:
             receiver.resume()

@@ -310,10 +310,10 @@ def test_full_pool_makes_an_offer_wait_until_its_deadline_or_a_release() -> None
 
 def test_nobody_there_port_in_use_and_bad_addresses_are_typed() -> None:
     async def run() -> None:
-        with PagePool.allocate(SPEC, 4) as pool:
+        with PagePool.allocate(SPEC, 4) as pool, PagePool.allocate(SPEC, 4) as other:
             async with Engine(pool, listen="127.0.0.1:0") as engine:
                 with pytest.raises(ConfigError, match="in use") as in_use:
-                    async with Engine(pool, listen=engine.address):
+                    async with Engine(other, listen=engine.address):
                         pass
                 assert in_use.value.fix
                 port = engine.address

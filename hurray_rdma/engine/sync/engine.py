@@ -43,6 +43,7 @@ class Engine:
         timeout_s: float = 30.0,
         lease_s: float = 30.0,
         peer_timeout_s: float = 5.0,
+        ahead_pages: int = 0,
         allow_unauthenticated: bool = False,
         context: Context | None = None,
     ) -> None:
@@ -55,6 +56,7 @@ class Engine:
             timeout_s=timeout_s,
             lease_s=lease_s,
             peer_timeout_s=peer_timeout_s,
+            ahead_pages=ahead_pages,
             allow_unauthenticated=allow_unauthenticated,
             context=context,
         )
