@@ -6,6 +6,7 @@ peer may recall them at any time; what was to be sent then goes the usual way.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, offer_of, r
 from hurray_rdma.engine.mover import Mover
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import HurrayError, PeerLostError, TransferAbortedError
+from hurray_rdma.errors import HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
 from hurray_rdma.plan import PageMap, check_pair, plan_transfer
 
 __all__ = ["AheadGrants"]
@@ -29,6 +30,8 @@ _MAX_READY = 2
 """Grants held ready for each of the peer's pools."""
 _ASK_AGAIN_S = 10.0
 """After a refusal: most receivers grant nothing ahead."""
+_ASK_AFTER_RECALL_S = 1.0
+"""After pages were recalled because others need them."""
 _ANSWER_S = 10.0
 
 
@@ -41,10 +44,13 @@ class _AheadGrant(Exchange[Grant]):
 
         super().__init__(connect, "", timeout_s=_ANSWER_S, tally=tally, direction="send")
         self._route, self._remote = route, remote
-        self._by_peer = False
+        self._committed = False
+        self._undone = False
         self._mover: Mover | None = None
         self.remote = remote
         self.num_pages = num_pages
+        self.ask_again_from = 0.0
+        """When it makes sense to ask for others, once these are over, on the monotonic clock, seconds."""
 
     @property
     def ready(self) -> bool:
@@ -67,6 +73,7 @@ class _AheadGrant(Exchange[Grant]):
             path=self._remote.path,
         )
         self._transfer_id = self._route.session.reserve(reserve, now=self._loop.time(), timeout_s=_ANSWER_S)
+        self._log = self._route.log.bind(transfer=self._transfer_id)
         self._route.register(self._transfer_id, self)
         self._route.notify()
 
@@ -81,7 +88,7 @@ class _AheadGrant(Exchange[Grant]):
         timeout_s: float,
         on_committed: Callable[[], None],
     ) -> TransferStats | None:
-        """The whole snapshot; None if the pages were recalled meanwhile, and nothing has arrived.
+        """The whole snapshot; None if the peer ended it before anything has arrived, and there is time left.
 
         Raises:
             HurrayError: as `Peer.send`.
@@ -108,15 +115,20 @@ class _AheadGrant(Exchange[Grant]):
             layers = snapshot.pool.spec.layer_indices
             await self._move(snapshot.pool, lambda: mover.move(layers, lambda _: None), plan.nbytes)
             if self._transfer_id is None:
-                return None  # recalled
+                raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             offer = offer_of(snapshot, self._remote, key, dialect=self._route.dialect(), deadline_s=timeout_s)
-            self._route.session.commit(self._transfer_id, offer, now=self._loop.time())
+            self._committed = self._route.session.commit(self._transfer_id, offer, now=self._loop.time())
             on_committed()  # what it asks for travels with the commit, and its answer with the acknowledgement
             self._route.notify()
             await self._wait(self._acknowledged, "the acknowledgement")
         except BaseException as error:
-            await self._give_up("the transfer was not completed")
-            if self._was_recalled(error):
+            try:
+                await self._give_up("the transfer was not completed")
+            except asyncio.CancelledError as cancelled:
+                self._failed(cancelled)
+                raise
+            if self._undone and isinstance(error, HurrayError) and time.monotonic() < self._deadline:
+                self._log.bind(key=key).debug("goes the usual way: %s", error)
                 return None
             self._failed(error)
             raise
@@ -125,14 +137,17 @@ class _AheadGrant(Exchange[Grant]):
         self._forget()
         stats = self._stats_of(snapshot, plan)
         self._tally.sent(stats)
+        self._log.bind(key=key).debug("sent: %d pages by %s, granted ahead", stats.num_pages, stats.lane)
         return stats
 
-    def _was_recalled(self, error: BaseException) -> bool:
-        """Whether the peer took the pages back, so that nothing has arrived."""
-        return self._by_peer and isinstance(error, HurrayError) and not isinstance(self._error, PeerLostError)
-
     def ended_by_peer(self, error: HurrayError) -> None:
-        self._by_peer = True
+        if self._error is None:
+            # Without a COMMIT nothing arrives. After it only the peer's own word says so: a session that broke, or an
+            # answer that could not be read, leaves open whether it was heard.
+            unheard = self._route.session.is_closed or isinstance(error, ProtocolError)
+            self._undone = not (self._committed and unheard)
+            if not isinstance(error, LeaseExpiredError):
+                self.ask_again_from = time.monotonic() + (_ASK_AFTER_RECALL_S if self.ready else _ASK_AGAIN_S)
         super().ended_by_peer(error)
 
     @property
@@ -156,7 +171,7 @@ class AheadGrants:
         self._route = route
         self._tally = tally
         self._grants: dict[int, list[_AheadGrant]] = {}
-        self._ask_from = 0.0
+        self._ask_from: dict[int, float] = {}
 
     async def send(
         self, snapshot: Snapshot, key: str, *, pool: str | None, zero_tails: bool, timeout_s: float
@@ -167,51 +182,74 @@ class AheadGrants:
             HurrayError: as `Peer.send`.
         """
         started = time.monotonic()
-        spec = snapshot.pool.spec
-        if len(snapshot.block_table) * pages_nbytes(spec) > _MAX_NBYTES:
+        fitting = self._fitting(snapshot, pool)
+        if fitting is None:
             return None
+        remote, page_map = fitting
+        grant = self._take(remote, page_map.num_pages)
+        if grant is None:
+            self._ask(remote, page_map.num_pages)
+            return None
+        stats = await grant.send(
+            snapshot,
+            page_map,
+            key,
+            zero_tails=zero_tails,
+            started=started,
+            timeout_s=timeout_s,
+            on_committed=partial(self._ask, remote, page_map.num_pages),
+        )
+        if stats is None:
+            self._note_end(grant)
+        return stats
+
+    def _fitting(self, snapshot: Snapshot, pool: str | None) -> tuple[RemotePool, PageMap] | None:
+        """The peer's pool, and which of its pages make up the snapshot; None if it cannot be sent this way."""
+        spec = snapshot.pool.spec
         try:
             remote = self._route.pool_for(spec, pool)
             dest = remote.layout.spec
+            if not remote.memories or spec.heads != dest.heads:
+                return None
+            if len(snapshot.block_table) * pages_nbytes(spec) > _MAX_NBYTES:
+                return None
             check_pair(spec, dest)
+            return remote, page_map_of(snapshot, dest)
         except HurrayError:
             return None  # the usual way says why
-        if not remote.memories or spec.heads != dest.heads:
-            return None
-        page_map = page_map_of(snapshot, dest)
-        grant = self._take(remote, page_map.num_pages)
-        if grant is not None:
-            return await grant.send(
-                snapshot,
-                page_map,
-                key,
-                zero_tails=zero_tails,
-                started=started,
-                timeout_s=timeout_s,
-                on_committed=partial(self._ask, remote, page_map.num_pages),
-            )
-        self._ask(remote, page_map.num_pages)
-        return None
 
     def _take(self, remote: RemotePool, num_pages: int) -> _AheadGrant | None:
-        grants = self._grants.get(remote.pool.pool_id, [])
-        grants[:] = [grant for grant in grants if not grant.over]
-        for grant in grants:
-            if grant.ready and grant.remote is remote and grant.num_pages >= num_pages:
-                grants.remove(grant)
-                return grant
-        return None
+        """The smallest that is large enough."""
+        grants = self._held(remote)
+        ready = [grant for grant in grants if grant.ready and grant.remote is remote and grant.num_pages >= num_pages]
+        if not ready:
+            return None
+        taken = min(ready, key=lambda grant: grant.num_pages)
+        grants.remove(taken)
+        return taken
 
     def _ask(self, remote: RemotePool, num_pages: int) -> None:
         """For as many pages again, rounded up."""
-        now = time.monotonic()
-        grants = self._grants.setdefault(remote.pool.pool_id, [])
-        if any(grant.over for grant in grants):
-            self._ask_from = now + _ASK_AGAIN_S
-            grants[:] = [grant for grant in grants if not grant.over]
+        grants = self._held(remote)
         wanted = max(_MIN_PAGES, 1 << (num_pages - 1).bit_length())
-        small = [grant for grant in grants if grant.num_pages < wanted]
-        if len(grants) - len(small) < _MAX_READY and len(grants) < 2 * _MAX_READY and now >= self._ask_from:
+        enough = [grant for grant in grants if grant.num_pages >= wanted]
+        if (
+            len(enough) < _MAX_READY
+            and len(grants) < 2 * _MAX_READY
+            and time.monotonic() >= self._ask_from.get(remote.pool.pool_id, 0.0)
+        ):
             grant = _AheadGrant(self._route, remote, num_pages=wanted, tally=self._tally)
             grant.ask()
             grants.append(grant)
+
+    def _held(self, remote: RemotePool) -> list[_AheadGrant]:
+        """Those of a pool that are there, or asked for."""
+        grants = self._grants.setdefault(remote.pool.pool_id, [])
+        for grant in grants:
+            self._note_end(grant)
+        grants[:] = [grant for grant in grants if not grant.over]
+        return grants
+
+    def _note_end(self, grant: _AheadGrant) -> None:
+        pool_id = grant.remote.pool.pool_id
+        self._ask_from[pool_id] = max(self._ask_from.get(pool_id, 0.0), grant.ask_again_from)

@@ -154,7 +154,8 @@ class Arrival:
     def completed(self) -> None:
         """Everything is in place."""
         self.state = ArrivalState.COMPLETE
-        self._complete.set()
+        for event in (*self._layers.values(), self._complete):
+            event.set()
 
     def stopping(self, error: HurrayError) -> bool:
         """The transfer is to end early; its pages wait until that is sure. False if it had ended, or was ending."""

@@ -61,6 +61,7 @@ class Reservations:
 
         Raises:
             PoolExhaustedError: too many are held already, or there are too few.
+            ConfigError: the grant is larger than what the sender accepts.
         """
         allowed = self._max_pages - self._num_pages
         if reserve.num_pages > allowed:
@@ -71,9 +72,14 @@ class Reservations:
             )
         lease = self._pool.allocator.lease(reserve.num_pages)
         now = self._loop.time()
-        grant = Grant(generation=generation, page_ids=lease.page_ids, lease_s=self._lease_s)
-        if not link.session.grant(transfer_id, grant, now=now):
-            lease.release()
+        granted = False
+        try:
+            grant = Grant(generation=generation, page_ids=lease.page_ids, lease_s=self._lease_s)
+            granted = link.session.grant(transfer_id, grant, now=now)
+        finally:
+            if not granted:
+                lease.release()
+        if not granted:
             return
         reach = reach_of(reserve.path, reserve.lane)
         timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
@@ -112,8 +118,8 @@ class Reservations:
     def stopped(self, link: Link, transfer_id: int) -> None:
         """The sender gives it back; its QUIET is to follow."""
         held = self._held.get((link, transfer_id))
-        if held is not None:
-            held.recalled = True
+        if held is not None and not held.recalled:
+            held.recalled, held.heard = True, self._loop.time()
 
     def quiet(self, link: Link, transfer_id: int) -> None:
         """Nothing is in flight into it any more."""

@@ -1,0 +1,577 @@
+"""Pages granted ahead when things go wrong: they come back, what was sent arrives once or fails, others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hurray_rdma import CacheSpec, Engine, HurrayError, PagePool, PeerLostError, Snapshot
+from hurray_rdma.control import (
+    AbortRequested,
+    Acknowledged,
+    ErrorCode,
+    Granted,
+    MessageType,
+    Offer,
+    Refused,
+    Reserve,
+    error_code,
+)
+from hurray_rdma.control.offers import Commit
+from hurray_rdma.format import Dialect
+from hurray_rdma.testing.chaos import Action, Direction, Rule
+from hurray_rdma.testing.processes import Child
+from tests.engine.ahead_scenes import (
+    AHEAD_PAGES,
+    NUM_PAGES,
+    Taking,
+    Traffic,
+    ask,
+    hear,
+    receiving,
+    send,
+    sender,
+    sending,
+    until_granted_ahead,
+)
+from tests.engine.hands import Hand, shaken
+from tests.hazards.scenes import (
+    LANES,
+    SPEC,
+    counts,
+    digest,
+    eventually,
+    fill,
+    make_pool,
+    receiver,
+    run,
+    settled,
+    snapshot_of,
+    stopped,
+)
+
+C, S = Direction.TO_CLIENT, Direction.TO_SERVER
+
+# Senders that fall silent.
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_pages_of_a_killed_sender_come_back(lane: str) -> None:
+    async def job() -> None:
+        async with receiving(lane=lane) as (engine, pool, taking):
+            with Child(sender, engine.address, {"lane": lane}) as child:
+                await hear(child)
+                for n in range(4):
+                    await send(child, str(n), [n, n + 1], taking)
+                await eventually(lambda: counts(pool)[1] in (8, 16))
+                child.signal(signal.SIGKILL)
+                await settled(pool, NUM_PAGES, 0, 0)
+            stats = engine.stats()
+            assert stats.num_quarantined == stats.num_recovered
+
+    run(job())
+
+
+@pytest.mark.parametrize(
+    ("action", "num_arrivals"), [(Action.DROP, 0), (Action.STALL, 1)], ids=["before it is heard", "after it was said"]
+)
+@pytest.mark.parametrize("lane", LANES)
+def test_a_sender_killed_as_it_commits(lane: str, action: Action, num_arrivals: int) -> None:
+    async def job() -> None:
+        async with receiving(lane=lane) as (engine, pool, taking), Traffic(engine.address) as traffic:
+            with Child(sender, traffic.address, {"lane": lane}) as child, make_pool(SPEC, 64) as same:
+                fill(same, 1)
+                await hear(child)
+                for n in range(4):
+                    await send(child, str(n), [n, n + 1], taking)
+                rule = Rule(
+                    action=action,
+                    kind=MessageType.COMMIT,
+                    direction=S,
+                    seconds=0.1,
+                    on_fired=lambda: child.signal(signal.SIGKILL),
+                )
+                traffic.arm(rule)
+                taking.hold = True
+                child.send(("send", "last", [5, 6, 7]))
+                await asyncio.to_thread(child.join)
+                assert rule.fired, "it went the usual way"
+                await settled(pool, NUM_PAGES - 3 * num_arrivals, 3 * num_arrivals, 0)
+                expected = [("last", digest(snapshot_of(same, [5, 6, 7])))] * num_arrivals
+                assert taking.taken[4:] == expected
+                for arrival in taking.held:
+                    assert digest(await arrival.snapshot()) == expected[0][1]
+                    arrival.release()
+
+    run(job())
+
+
+@pytest.mark.parametrize(
+    "times", [{"lease_s": 0.4, "peer_timeout_s": 20}, {"lease_s": 20, "peer_timeout_s": 0.8}], ids=["leases", "session"]
+)
+def test_pages_of_a_stopped_sender_are_quarantined_until_it_speaks(times: dict[str, float]) -> None:
+    async def job() -> None:
+        async with receiving(64, **times) as (engine, pool, taking):
+            with Child(sender, engine.address, {"peer_timeout_s": 20}) as child:
+                await hear(child)
+                for n in range(3):
+                    await send(child, str(n), [n, n + 1], taking)
+                await settled(pool, 56, 8, 0)
+                child.signal(signal.SIGSTOP)
+                await stopped(child.pid)
+                await settled(pool, 56, 0, 8)
+                child.signal(signal.SIGCONT)
+                if times["lease_s"] < 1:
+                    await settled(pool, 64, 0, 0)  # its QUIET
+                else:  # it may not have noticed yet that its session is lost
+                    assert (await ask(child, "send", "in between", [1]))[1] != "TransferAbortedError"
+                await send(child, "after", [9, 8, 7], taking)  # the second time it connects anew, and says so
+                await eventually(lambda: counts(pool)[2] == 0)
+                assert Counter(key for key, _ in taking.taken)["in between"] <= 1
+                stats = engine.stats()
+                assert (stats.num_quarantined, stats.num_recovered) == (8, 8)
+                assert stats.receive.failures == {}
+                child.send("end")
+
+    run(job())
+
+
+def test_engines_that_close_leave_no_page_behind() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking):
+            with Child(sender, engine.address, {}) as child:
+                await hear(child)
+                for n in range(3):
+                    await send(child, str(n), [n], taking)
+                await eventually(lambda: counts(pool)[1] >= 8)
+                assert await ask(child, "close") == "closed"
+                await settled(pool, NUM_PAGES, 0, 0)
+                assert engine.stats().num_quarantined == 0
+                child.send("end")
+            with Child(sender, engine.address, {}) as child:
+                await hear(child)
+                for n in range(3):
+                    await send(child, str(n), [n], taking)
+                await eventually(lambda: counts(pool)[1] >= 8)
+                async with asyncio.timeout(0.9):  # it waits a second for those who do not answer
+                    await engine.close()
+                assert counts(pool) == (NUM_PAGES, 0, 0)
+                assert (await ask(child, "send", "late", [1]))[1] == "PeerLostError"
+                child.send("end")
+            assert engine.stats().num_quarantined == 0
+
+    run(job())
+
+
+# Messages that are lost, repeated, late, or the last.
+
+FAULTS = [
+    *((kind, S, action) for kind in ("COMMIT", "RESERVE") for action in Action),
+    *((kind, C, action) for kind in ("TENSOR_PUT_ACK", "GRANT") for action in Action),
+]
+MAY_FAIL = {Action.TRUNCATE, Action.CUT}
+"""The others break no connection."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "direction", "action"), FAULTS, ids=[f"{action.value} {kind}" for kind, _, action in FAULTS]
+)
+def test_whatever_happens_to_a_message_a_snapshot_arrives_at_most_once(
+    kind: str, direction: Direction, action: Action
+) -> None:
+    async def job() -> None:
+        settings: dict[str, Any] = {"num_pages": NUM_PAGES, "ahead_pages": AHEAD_PAGES, "peer_timeout_s": 2}
+        with make_pool(SPEC, 64) as pool, Child(receiver, settings) as child:
+            fill(pool, 1)
+            async with sending(await hear(child), pool, peer_timeout_s=2) as (engine, peer, traffic):
+                first = snapshot_of(pool, [1])
+                await until_granted_ahead(peer, first, traffic, child)
+                rule = Rule(action=action, kind=MessageType[kind], direction=direction, seconds=0.3, keep_nbytes=14)
+                traffic.arm(rule)
+                sent: dict[str, str] = {}
+                done: set[str] = set()
+                for n in range(12):
+                    snapshot, key = snapshot_of(pool, [n, n + 30, n + 50]), str(n)
+                    sent[key] = digest(snapshot)
+                    try:
+                        await peer.send(snapshot, key=key, timeout_s=5)
+                        done.add(key)
+                    except HurrayError:
+                        assert action in MAY_FAIL
+                assert rule.fired
+                assert len(done) >= 11  # the one that the fault hit may have failed, and no other
+                arrived: list[tuple[str, str]] = []
+                while "11" not in dict(arrived):
+                    arrived.append(await hear(child))
+                # Where the connection was lost before anything had been sent, a first arrival came to nothing.
+                whole = [(key, what) for key, what in arrived if action not in MAY_FAIL or what != "PeerLostError"]
+                times = Counter(key for key, _ in whole)
+                assert set(times.values()) == {1}
+                assert done <= set(times)
+                assert all(what == sent[key] for key, what in whole)
+                assert sum(engine.stats().send.failures.values()) == 12 - len(done)
+            await eventually(lambda: all_free(child))
+            child.send("end")
+
+    run(job())
+
+
+async def all_free(child: Child) -> bool:
+    answer = await ask(child, "counts")
+    return bool(answer == (NUM_PAGES, 0, 0))
+
+
+def test_a_cut_before_the_commit_is_heard_is_told_and_after_it_nothing_arrives_twice() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking):
+            with make_pool(SPEC, 8) as source:
+                fill(source, 1)
+                sent = snapshot_of(source, [3, 4])
+                for kind, direction, arrives in (
+                    (MessageType.COMMIT, S, False),
+                    (MessageType.TENSOR_PUT_ACK, C, True),
+                ):
+                    async with sending(engine.address, source) as (_, peer, traffic):
+                        await until_granted_ahead(peer, sent, traffic)
+                        rule = traffic.arm(Rule(action=Action.CUT, kind=kind, direction=direction))
+                        with pytest.raises(PeerLostError):
+                            await peer.send(sent, key=kind.name)
+                        assert rule.fired
+                        await peer.send(sent, key="next")
+                        keys = Counter(key for key, _ in taking.taken)
+                        assert keys[kind.name] == arrives
+            await settled(pool, NUM_PAGES, 0, 0)
+            assert {what for _, what in taking.taken} == {taking.taken[0][1]}
+
+    run(job())
+
+
+def test_a_send_that_is_cancelled_after_its_commit_harms_no_other() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking):
+            with make_pool(SPEC, 8) as source:
+                fill(source, 1)
+                sent, other = snapshot_of(source, [3, 4]), snapshot_of(source, [5])
+                async with sending(engine.address, source) as (sender_engine, peer, traffic):
+                    for kind, direction in ((MessageType.COMMIT, S), (MessageType.TENSOR_PUT_ACK, C)):
+                        await until_granted_ahead(peer, other, traffic)
+                        fired = asyncio.Event()
+                        rule = Rule(
+                            action=Action.STALL, kind=kind, direction=direction, seconds=0.2, on_fired=fired.set
+                        )
+                        traffic.arm(rule)
+                        task = asyncio.create_task(peer.send(sent, key=kind.name))
+                        await fired.wait()
+                        task.cancel()
+                        with pytest.raises(asyncio.CancelledError):
+                            await task
+                        await peer.send(other, key="next")
+                    assert sender_engine.stats().send.failures == {"CancelledError": 2}
+            await settled(pool, NUM_PAGES, 0, 0)
+            times = Counter(key for key, _ in taking.taken)
+            assert times["next"] == 2
+            assert times["COMMIT"] <= 1
+            assert times["TENSOR_PUT_ACK"] == 1
+
+    run(job())
+
+
+def test_many_sends_at_once_over_one_peer() -> None:
+    async def job() -> None:
+        async with receiving(256) as (engine, pool, taking):
+            with make_pool(SPEC, 64) as source:
+                fill(source, 1)
+                expected = {}
+                async with sending(engine.address, source) as (_, peer, traffic):
+                    for turn in range(6):
+                        each = {f"{turn}.{n}": snapshot_of(source, [8 * n + turn, 8 * n + 7]) for n in range(8)}
+                        expected |= {key: digest(snapshot) for key, snapshot in each.items()}
+                        await asyncio.gather(*(peer.send(snapshot, key=key) for key, snapshot in each.items()))
+                    assert traffic["COMMIT"] >= 5
+                    assert traffic["COMMIT"] + traffic["OFFER"] == 48
+                await eventually(lambda: len(taking.taken) == 48)
+                assert dict(taking.taken) == expected
+            await settled(pool, 256, 0, 0)
+            assert engine.stats().receive.num_transfers == 48
+
+    run(job())
+
+
+def test_a_receiver_under_pressure_recalls_in_the_midst_of_sends() -> None:
+    """Whatever the moment: what is sent arrives, once."""
+
+    async def job() -> None:
+        async with receiving(64) as (engine, _, taking):
+            with Child(sender, engine.address, {}) as child, make_pool(SPEC, 64) as source:
+                fill(source, 2)
+                await hear(child)
+                expected = {}
+                async with sending(engine.address, source) as (_, peer, _):
+
+                    async def large() -> None:
+                        for n in range(15):
+                            sent = snapshot_of(source, [*range(n, 64), *range(n)])
+                            expected[f"large {n}"] = digest(sent)
+                            await peer.send(sent, key=f"large {n}")
+
+                    sending_large = asyncio.create_task(large())
+                    for n in range(60):
+                        key, outcome, _ = await ask(child, "send", f"small {n}", [n, 63 - n] if n != 31 else [n])
+                        expected[key] = outcome
+                    await sending_large
+                await eventually(lambda: len(taking.taken) == 75)
+                assert dict(taking.taken) == expected
+                assert (await ask(child, "stats")).send.failures == {}
+                assert engine.stats().receive.failures == {}
+                assert engine.stats().num_quarantined == 0
+                child.send("end")
+
+    run(job())
+
+
+# Senders that break the rules.
+
+
+def reserve(hand: Hand, num_pages: int = 8, **more: Any) -> int:
+    fields: dict[str, Any] = {"pool_id": 0, "generation": 1, "deadline_s": 10, "lane": "tcp", "path": "put"}
+    return int(hand.do("reserve", Reserve(num_pages=num_pages, **(fields | more)), timeout_s=10))
+
+
+def offer_of(snapshot: Snapshot, **more: Any) -> Offer:
+    fields: dict[str, Any] = {
+        "key": "by hand",
+        "pool_id": 0,
+        "generation": 1,
+        "descriptors": snapshot.encode_descriptors(dialect=Dialect.ADR_024),
+        "block_table": snapshot.block_table,
+        "seq_ptr": snapshot.seq_ptr,
+        "seq_lens": snapshot.seq_lens,
+        "total_heads": snapshot.pool.spec.heads_of_model,
+        "deadline_s": 10,
+        "lane": "tcp",
+        "path": "put",
+    }
+    return Offer(**(fields | more))
+
+
+def say(hand: Hand, transfer_id: int, offer: Offer) -> None:
+    """COMMIT, whatever the hand's own session thinks of it."""
+    assert hand.channel is not None
+    hand.session._send(Commit(offer), transfer_id)
+    hand.channel.notify()
+
+
+@contextlib.asynccontextmanager
+async def unharmed(engine: Engine, pool: PagePool, taking: Taking) -> AsyncIterator[None]:
+    """Around what a hand does: another sender sends before, meanwhile and after, by pages granted ahead."""
+    num_pages = pool.num_pages
+    with make_pool(SPEC, 8) as source:
+        fill(source, 5)
+        sent = snapshot_of(source, [1, 2])
+        async with sending(engine.address, source) as (sender_engine, peer, traffic):
+            await until_granted_ahead(peer, sent, traffic)
+            yield
+            await until_granted_ahead(peer, sent, traffic)
+            assert sender_engine.stats().send.failures == {}
+        await settled(pool, num_pages, 0, 0)
+        assert {(key, what) for key, what in taking.taken if key != "by hand"} == {("ahead", digest(sent))}
+        assert {what for key, what in taking.taken if key == "by hand"} <= {"TransferAbortedError"}
+
+
+async def expect_code(hand: Hand, kind: type[Any], code: ErrorCode) -> None:
+    event = await hand.expect(kind)
+    error = event.error
+    assert error_code(error) == code, error
+
+
+def test_the_hand_itself_can_do_it_right() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking), shaken(engine.address) as hand:
+            with make_pool(SPEC, 64) as source:
+                transfer_id = reserve(hand)
+                grant = (await hand.expect(Granted)).grant
+                assert len(grant.page_ids) == 8
+                assert counts(pool) == (NUM_PAGES - 8, 8, 0)
+                hand.do("commit", transfer_id, offer_of(snapshot_of(source, [1, 2, 3])))
+                assert (await hand.expect(Acknowledged)).transfer_id == transfer_id
+            await eventually(lambda: [key for key, _ in taking.taken] == ["by hand"])
+            await settled(pool, NUM_PAGES, 0, 0)
+
+    run(job())
+
+
+@pytest.mark.parametrize("says_quiet", [True, False])
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("more pages than granted", ErrorCode.GEOMETRY),
+        ("other geometry", ErrorCode.GEOMETRY),
+        ("keys of pages", ErrorCode.GEOMETRY),
+        ("other generation", ErrorCode.STALE_GENERATION),
+        ("other pool", ErrorCode.STALE_GENERATION),
+        ("descriptors of another number of pages", ErrorCode.GEOMETRY),
+    ],
+)
+def test_a_commit_of_what_was_not_granted_is_refused(what: str, code: ErrorCode, says_quiet: bool) -> None:
+    async def job() -> None:
+        async with receiving(lease_s=0.5) as (engine, pool, taking), unharmed(engine, pool, taking):
+            async with shaken(engine.address, says_quiet=says_quiet) as hand:
+                with make_pool(SPEC, 64) as source, make_pool(replace(SPEC, head_dim=16), 64) as other:
+                    await eventually(lambda: counts(pool)[1] <= 8)
+                    transfer_id = reserve(hand)
+                    await hand.expect(Granted)
+                    match what:
+                        case "more pages than granted":
+                            offer = offer_of(snapshot_of(source, list(range(9))))
+                        case "other geometry":
+                            offer = offer_of(snapshot_of(other, [1]))
+                        case "keys of pages":
+                            offer = offer_of(snapshot_of(source, [1]), page_keys=np.ones((1, 4), np.uint8))
+                        case "other generation":
+                            offer = offer_of(snapshot_of(source, [1]), generation=2)
+                        case "other pool":
+                            offer = offer_of(snapshot_of(source, [1]), pool_id=1)
+                        case _:
+                            of_all = snapshot_of(source, [1, 2])
+                            offer = offer_of(
+                                of_all,
+                                block_table=of_all.block_table[:1],
+                                seq_ptr=np.array([0, 1]),
+                                seq_lens=np.array([4]),
+                            )
+                    say(hand, transfer_id, offer)
+                    await expect_code(hand, AbortRequested, code)
+                    if not says_quiet:
+                        await eventually(lambda: counts(pool)[2] == 8)
+            await settled_but_ahead(pool)
+            stats = engine.stats()
+            assert (stats.num_quarantined, stats.num_recovered) == ((0, 0) if says_quiet else (8, 8))
+
+    run(job())
+
+
+async def settled_but_ahead(pool: PagePool) -> None:
+    """Nothing in quarantine; leased are at most those that the other sender holds ahead."""
+    await eventually(lambda: counts(pool)[2] == 0 and counts(pool)[1] <= 16)
+
+
+def test_commits_of_what_was_never_reserved_or_was_recalled_are_nothing() -> None:
+    async def job() -> None:
+        async with (
+            receiving(64) as (engine, pool, taking),
+            unharmed(engine, pool, taking),
+            shaken(engine.address, says_quiet=False) as hand,
+        ):
+            with make_pool(SPEC, 64) as source:
+                offer = offer_of(snapshot_of(source, [1]))
+                for transfer_id in (1000, 1001, 2**32 - 1):
+                    say(hand, transfer_id, offer)
+                # Taken from the other sender, which holds all that may be granted ahead.
+                held = pool.allocator.lease(56)
+                transfer_id = hand.offer(snapshot_of(source, [1, 2]), path="put")
+                granted = await hand.expect(Granted)
+                assert granted.transfer_id == transfer_id
+                hand.do("abort", transfer_id, ErrorCode.ABORTED, "enough")
+                hand.do("quiet", transfer_id)
+                held.release()
+                await settled(pool, 64, 0, 0)
+
+                transfer_id = reserve(hand)
+                await hand.expect(Granted)
+                held = pool.allocator.lease(56)
+                waiting = hand.offer(snapshot_of(source, [3]), path="put")
+                await expect_code(hand, AbortRequested, ErrorCode.ABORTED)
+                say(hand, transfer_id, offer)  # crossed the recall
+                await asyncio.sleep(0.1)
+                assert counts(pool) == (0, 64, 0)
+                hand.do("quiet", transfer_id)
+                assert (await hand.expect(Granted)).transfer_id == waiting
+                hand.do("abort", waiting, ErrorCode.ABORTED, "enough")
+                hand.do("quiet", waiting)
+                held.release()
+                say(hand, transfer_id, offer)  # late
+                await settled(pool, 64, 0, 0)
+                assert engine.stats().num_quarantined == 0
+
+    run(job())
+
+
+def test_reservations_beyond_bounds_are_refused() -> None:
+    async def job() -> None:
+        async with (
+            receiving() as (engine, pool, taking),
+            unharmed(engine, pool, taking),
+            shaken(engine.address) as hand,
+        ):
+            reserve(hand, 17)
+            await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
+            reserve(hand, 2**32 - 1)
+            await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
+            reserve(hand, 1, pool_id=7)
+            await expect_code(hand, Refused, ErrorCode.STALE_GENERATION)
+            reserve(hand, 1, generation=2)
+            await expect_code(hand, Refused, ErrorCode.STALE_GENERATION)
+            assert counts(pool)[1] <= 16
+            assert engine.stats().receive.failures == {}
+
+    run(job())
+
+
+def test_one_sender_holds_no_more_than_the_share_of_all() -> None:
+    async def job() -> None:
+        async with receiving(lease_s=0.5) as (engine, pool, taking), shaken(engine.address) as hand:
+            for _ in range(100):
+                reserve(hand, 1)
+            for _ in range(16):
+                await hand.expect(Granted)
+            for _ in range(84):
+                await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
+            assert counts(pool) == (NUM_PAGES - 16, 16, 0)
+            await settled(pool, NUM_PAGES, 0, 0)  # recalled, and the hand said QUIET
+            taking.check()
+
+    run(job())
+
+
+def test_a_grant_that_the_sender_cannot_take_costs_no_page() -> None:
+    spec = CacheSpec(num_layers=1, num_heads=1, head_dim=2, page_size=1, dtype="int8")
+
+    async def job() -> None:
+        num_pages = 8 * 20000  # page IDs of 80,000 bytes
+        async with receiving(num_pages, spec=spec) as (engine, pool, taking):
+            async with shaken(engine.address, max_message_nbytes=64 * 1024) as hand:
+                reserve(hand, 20000)
+                await expect_code(hand, Refused, ErrorCode.CONFIG)
+                assert counts(pool) == (num_pages, 0, 0)
+                reserve(hand, 10000)
+                await hand.expect(Granted)
+                assert counts(pool) == (num_pages - 10000, 10000, 0)
+            await settled(pool, num_pages, 0, 0)
+            taking.check()
+
+    run(job())
+
+
+def test_a_sender_that_gives_pages_back_late_has_a_lease_to_say_quiet() -> None:
+    async def job() -> None:
+        async with receiving(64, lease_s=0.6) as (engine, pool, taking), shaken(engine.address) as hand:
+            transfer_id = reserve(hand)
+            await hand.expect(Granted)
+            await asyncio.sleep(0.45)
+            hand.do("abort", transfer_id, ErrorCode.ABORTED, "not needed")
+            await asyncio.sleep(0.4)  # the lease of the grant is over, that of the end is not
+            assert counts(pool) == (56, 8, 0)
+            hand.do("quiet", transfer_id)
+            await settled(pool, 64, 0, 0)
+            assert engine.stats().num_quarantined == 0
+            taking.check()
+
+    run(job())
