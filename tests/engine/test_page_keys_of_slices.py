@@ -15,7 +15,7 @@ from hurray_rdma.cache import snapshot_keys
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.testing.processes import Child
 from tests.hazards.scenes import SPEC as WHOLE
-from tests.hazards.scenes import connected, counts, digest, fill, make_pool, run, settled, snapshot_of
+from tests.hazards.scenes import connected, counts, digest, eventually, fill, make_pool, run, settled, snapshot_of
 
 SPEC = CacheSpec(num_layers=2, num_heads=4, head_dim=8, page_size=8, dtype="bfloat16", total_heads=4)
 LOW, HIGH = (replace(SPEC, num_heads=2, head_offset=offset) for offset in (0, 2))
@@ -117,9 +117,7 @@ def test_an_offer_with_page_keys_that_waits_for_pages_waits_still(monkeypatch: p
                 held = [pool.allocator.lease(1) for _ in range(4)]
                 with Child(keyed_sender, engine.address) as child:
                     expected = await asyncio.to_thread(child.receive)
-                    async with asyncio.timeout(10):
-                        while not engine.stats().num_waiting:
-                            await asyncio.sleep(0.005)
+                    await eventually(lambda: engine.stats().num_waiting == 1)
                     count, cpu = 0, time.process_time()
                     await asyncio.sleep(0.5)
                     assert count < 10
