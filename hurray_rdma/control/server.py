@@ -292,12 +292,10 @@ class ServerSession(Session):
 
     def _hear_abort(self, transfer: Transfer, code: int, reason: str, now: float, events: list[Event]) -> None:
         if self._book.hear(transfer, Step.ABORT):
-            self._ask_for_quiet(transfer, Abort(code, "this is what the client asked for"), now)
+            # To be said if QUIET is late; not in the peer's words, which it can make long.
+            transfer.stop = Abort(code, "this is what the client asked for")
+            self._book.schedule(transfer, now + self._retry_s)
             events.append(AbortRequested(transfer.transfer_id, reason, code))
-
-    def _ask_for_quiet(self, transfer: Transfer, stop: Abort, now: float) -> None:
-        transfer.stop = stop
-        self._said(transfer, now)
 
     def _hear_quiet(self, transfer: Transfer, events: list[Event]) -> None:
         before = transfer.state
@@ -348,7 +346,8 @@ class ServerSession(Session):
             return
         self._reply(self._error_message(error), transfer.transfer_id)
         if transfer.is_open:
-            self._ask_for_quiet(transfer, Abort(error_code(error), self._error_message(error).text), now)
+            transfer.stop = Abort(error_code(error), self._error_message(error).text)
+            self._said(transfer, now)
         events.append(TransferFailed(transfer.transfer_id, error, transfer.granted))
 
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:

@@ -31,7 +31,10 @@ __all__ = ["MAX_ERROR_TEXT_CHARS", "PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Sessi
 
 SESSION_STREAM_ID = 1
 PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/3")
-"""Layout entry of a HELLO that says: I speak the private messages, in the third version of their layout."""
+"""Layout entry of a HELLO that says: I speak the private messages, in the third version of their layout.
+
+Both sides must name the same one. It goes up whenever a private message changes: what it carries, how that lies in
+bytes, or what follows from it."""
 
 MAX_ERROR_TEXT_CHARS = 1000
 _RETRY_HEARTBEATS = 2

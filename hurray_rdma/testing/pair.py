@@ -51,6 +51,11 @@ class ConnectionPair:
             events, self.server_events = self.server_events, []
         return events
 
+    def num_open(self, side: Side) -> int:
+        """Transfers that are open as one side sees it."""
+        session: Session = self.client if side == "client" else self.server
+        return session._book.num_open
+
     def carry(self, sender: Side) -> int:
         """Bring what ``sender`` has to send to the other side; the bytes carried."""
         source: Session = self.client if sender == "client" else self.server
