@@ -6,6 +6,7 @@ order. Rules are checked in the constructors, so that one check serves what is t
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -48,6 +49,7 @@ _ONE_SIDED_PATHS = ("mapped", "put")
 _PATHS = (*_ONE_SIDED_PATHS, "frames")
 _MAX_PAGE_KEY_NBYTES = 256
 _DESCRIPTOR_HEADER_NBYTES = 20
+_DESCRIPTOR_BEGIN = struct.Struct("<4s2xI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,14 +98,14 @@ class SnapshotFields:
             raise GeometryError(
                 f"seq_ptr has {len(self.seq_ptr)} entries, but {len(self.seq_lens)} sequences (seq_lens) need one more"
             )
-        if int(self.seq_ptr[0]) != 0 or int(self.seq_ptr[-1]) != len(self.block_table):
+        if self.seq_ptr.item(0) != 0 or self.seq_ptr.item(-1) != len(self.block_table):
             raise GeometryError(
                 f"seq_ptr runs from {self.seq_ptr[0]} to {self.seq_ptr[-1]}, not from 0 to the "
                 f"{len(self.block_table)} entries of block_table"
             )
-        steps_down = np.flatnonzero(self.seq_ptr[1:] < self.seq_ptr[:-1])
-        if len(steps_down):
-            at = int(steps_down[0]) + 1
+        steps_down = self.seq_ptr[1:] < self.seq_ptr[:-1]
+        if np.count_nonzero(steps_down):
+            at = int(steps_down.argmax()) + 1
             rule = f"is below seq_ptr[{at - 1}] = {self.seq_ptr[at - 1]}"
             raise GeometryError(rule, field=f"seq_ptr[{at}]", value=int(self.seq_ptr[at]))
         self._check_page_keys()
@@ -209,9 +211,9 @@ def _count_descriptors(data: bytes) -> int:
                 offset=at,
             )
         left = len(data) - at
-        length = int.from_bytes(data[at + 6 : at + 10], "little")
-        if data[at : at + 4] != b"HRRY":
-            raise DescriptorError("must be b'HRRY'", field="magic", value=data[at : at + 4], offset=at)
+        magic, length = _DESCRIPTOR_BEGIN.unpack_from(data, at) if left >= _DESCRIPTOR_BEGIN.size else (data[at:], 0)
+        if magic != b"HRRY":
+            raise DescriptorError("must be b'HRRY'", field="magic", value=magic, offset=at)
         if not _DESCRIPTOR_HEADER_NBYTES <= length <= left:
             raise DescriptorError(
                 f"must be {_DESCRIPTOR_HEADER_NBYTES} to the {left} bytes at hand",
@@ -250,10 +252,11 @@ class Grant:
             raise GeometryError(
                 f"must be 0 or the {len(page_ids)} of page_ids", field="len(resident)", value=len(self.resident)
             )
-        in_order = np.sort(page_ids)
-        repeated = np.flatnonzero(in_order[1:] == in_order[:-1])
-        if len(repeated):
-            raise GeometryError("a page may be granted once", field="page_ids", value=int(in_order[repeated[0]]))
+        in_order = page_ids.copy()
+        in_order.sort()
+        repeated = in_order[1:] == in_order[:-1]
+        if np.count_nonzero(repeated):
+            raise GeometryError("a page may be granted once", field="page_ids", value=int(in_order[repeated.argmax()]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +274,7 @@ class Reserve:
     generation: int
     """Of that pool."""
     num_pages: int
-    """How many of the server's pages; 1 or more."""
+    """How many of the server's pages; 1 to 4194304."""
     deadline_s: float
     """How long the client will wait for an answer, seconds from now on."""
     lane: str = ""
@@ -282,7 +285,7 @@ class Reserve:
     def __post_init__(self) -> None:
         between("pool_id", self.pool_id, 0, U32_MAX)
         between("generation", self.generation, 0, U64_MAX)
-        between("num_pages", self.num_pages, 1, U32_MAX)
+        between("num_pages", self.num_pages, 1, MAX_GRANTED_PAGES)
         _check_request(self, _ONE_SIDED_PATHS)
 
 

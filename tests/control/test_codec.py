@@ -320,7 +320,7 @@ def test_bad_fetches_cannot_be_made(changes: dict[str, object], text: str) -> No
     [
         ({"pool_id": -1}, "pool_id = -1"),
         ({"generation": 2**64}, "generation"),
-        ({"num_pages": 0}, "num_pages = 0: must be 1 to 4294967295"),
+        ({"num_pages": 0}, "num_pages = 0: must be 1 to 4194304"),
         ({"num_pages": 2**32}, "num_pages"),
         ({"deadline_s": 0.0}, "deadline_s"),
         ({"lane": "x" * 65}, "at most 64"),
