@@ -268,12 +268,12 @@ class SlowRenewal:
         self.num_at_once = self.most_at_once = 0
         renew = PagePool.renew
 
-        def slowly(pool: PagePool) -> None:
+        def slowly(pool: PagePool, *, timeout_s: float) -> None:
             self.num_at_once += 1
             self.most_at_once = max(self.most_at_once, self.num_at_once)
             self.begun.set()
             assert self.may_end.wait(10)
-            renew(pool)
+            renew(pool, timeout_s=timeout_s)
             self.num_at_once -= 1
 
         monkeypatch.setattr(PagePool, "renew", slowly)
