@@ -33,6 +33,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
 MAX_NAME_CHARS = 256
+_UINT32 = np.dtype(np.uint32)
 _MAX_DAYS_S = 7 * 86400.0
 
 
@@ -53,6 +54,8 @@ def at_most(name: str, value: str | bytes, limit: int) -> None:
 
 
 def uint32(name: str, values: npt.ArrayLike) -> Uint32Array:
+    if isinstance(values, np.ndarray) and values.dtype == _UINT32 and values.ndim == 1 and values.flags.c_contiguous:
+        return values
     array = np.asarray(values)
     if array.ndim != 1:
         raise GeometryError("must have one axis", field=f"{name}.shape", value=array.shape)

@@ -272,18 +272,18 @@ class ServerSession(Session):
         if descriptor_index is None and isinstance(message, _REQUESTS[transfer.kind]):
             return  # Repeated.
         match message, descriptor_index:
+            case TensorDataEndMessage(), int(index):
+                self._hear_end(transfer, index, events)
+            case Commit(), None if transfer.kind is TransferKind.RESERVATION:
+                self._hear_commit(transfer, message, events)
             case Abort(code=code, reason=reason), None:
                 self._hear_abort(transfer, code, reason, now, events)
             case ErrorMessage(code=code, text=text), _:
                 self._hear_abort(transfer, code, text, now, events)
             case Quiet(), None:
                 self._hear_quiet(transfer, events)
-            case TensorDataEndMessage(), int(index):
-                self._hear_end(transfer, index, events)
             case TensorDataMessage(), int(index) if transfer.kind is TransferKind.PUSH:
                 self._hear_data(transfer, index, message, events)
-            case Commit(), None if transfer.kind is TransferKind.RESERVATION:
-                self._hear_commit(transfer, message, events)
             case _:
                 where = "the first stream" if descriptor_index is None else "a later stream"
                 raise ProtocolError(

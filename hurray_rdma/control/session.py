@@ -283,9 +283,9 @@ class Session(ABC):
             return self._last_heard  # At once.
         if not self.is_open:
             return self._hello_deadline
-        times = [self._ping_due(), self._lost_due()]
+        when = min(self._ping_due(), self._lost_due())
         due = self._book.next_due()
-        return min(times) if due is None else min(*times, due)
+        return when if due is None else min(when, due)
 
     def _ping_due(self) -> float:
         return max(self._last_heard, self._last_ping) + self.config.heartbeat_s

@@ -38,6 +38,8 @@ class TransferKind(Enum):
     """PUSH: the client writes what it offered. PULL: it reads what it fetches. RESERVATION: it writes what it says only
     once it is written, into pages that it was granted ahead."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and tables are looked into for every message.
+
     PUSH = auto()
     PULL = auto()
     RESERVATION = auto()
@@ -45,6 +47,8 @@ class TransferKind(Enum):
 
 class TransferState(Enum):
     """Where a transfer stands; STOPPING still may have writes or reads in flight, the last three have none."""
+
+    __hash__ = object.__hash__
 
     OFFERED = auto()
     GRANTED = auto()
@@ -57,6 +61,8 @@ class TransferState(Enum):
 
 class Step(Enum):
     """What moves a transfer on, said or heard."""
+
+    __hash__ = object.__hash__
 
     GRANT = auto()
     REFUSE = auto()
