@@ -216,7 +216,10 @@ class Channel(asyncio.BufferedProtocol):
         if self._heard_end or not transport.can_write_eof():
             transport.close()
         else:
-            transport.write_eof()  # The peer ends its side in turn; then the transport closes.
+            try:
+                transport.write_eof()  # The peer ends its side in turn; then the transport closes.
+            except OSError:  # It was reset, and we have not heard of that yet.
+                transport.abort()
 
     def _cut(self, transport: asyncio.Transport) -> None:
         _log.debug("connection to %s cut: it did not end within %s s", self.peer_address, _LINGER_S)
