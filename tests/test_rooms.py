@@ -14,7 +14,20 @@ import hurray_rdma
 
 PACKAGE = Path(hurray_rdma.__file__).parent
 # Top down; a room imports only from rooms after it, and everyone may use the errors.
-ROOMS = ["testing", "cli", "bench", "demo", "sync", "engine", "control", "plan", "cache", "transport", "format", "errors"]
+ROOMS = [
+    "testing",
+    "cli",
+    "bench",
+    "demo",
+    "sync",
+    "engine",
+    "control",
+    "plan",
+    "cache",
+    "transport",
+    "format",
+    "errors",
+]
 FORBIDDEN = {
     "format": {"transport", "cache"},
     "plan": {"transport"},
