@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hurray_rdma import CacheSpec, Engine, HurrayError, PagePool, PeerLostError, Snapshot
+from hurray_rdma import HurrayError, PeerLostError
 from hurray_rdma.control import (
-    AbortRequested,
-    Acknowledged,
-    ErrorCode,
-    Granted,
     MessageType,
-    Offer,
-    Refused,
-    Reserve,
-    error_code,
 )
-from hurray_rdma.control.offers import Commit
-from hurray_rdma.format import Dialect
 from hurray_rdma.testing.chaos import Action, Direction, Rule
 from hurray_rdma.testing.processes import Child
 from tests.engine.ahead_scenes import (
     AHEAD_PAGES,
     NUM_PAGES,
-    Taking,
     Traffic,
     ask,
     hear,
@@ -42,7 +27,6 @@ from tests.engine.ahead_scenes import (
     sending,
     until_granted_ahead,
 )
-from tests.engine.hands import Hand, shaken
 from tests.hazards.scenes import (
     LANES,
     SPEC,
@@ -333,245 +317,5 @@ def test_a_receiver_under_pressure_recalls_in_the_midst_of_sends() -> None:
                 assert engine.stats().receive.failures == {}
                 assert engine.stats().num_quarantined == 0
                 child.send("end")
-
-    run(job())
-
-
-# Senders that break the rules.
-
-
-def reserve(hand: Hand, num_pages: int = 8, **more: Any) -> int:
-    fields: dict[str, Any] = {"pool_id": 0, "generation": 1, "deadline_s": 10, "lane": "tcp", "path": "put"}
-    return int(hand.do("reserve", Reserve(num_pages=num_pages, **(fields | more)), timeout_s=10))
-
-
-def offer_of(snapshot: Snapshot, **more: Any) -> Offer:
-    fields: dict[str, Any] = {
-        "key": "by hand",
-        "pool_id": 0,
-        "generation": 1,
-        "descriptors": snapshot.encode_descriptors(dialect=Dialect.ADR_024),
-        "block_table": snapshot.block_table,
-        "seq_ptr": snapshot.seq_ptr,
-        "seq_lens": snapshot.seq_lens,
-        "total_heads": snapshot.pool.spec.heads_of_model,
-        "deadline_s": 10,
-        "lane": "tcp",
-        "path": "put",
-    }
-    return Offer(**(fields | more))
-
-
-def say(hand: Hand, transfer_id: int, offer: Offer) -> None:
-    """COMMIT, whatever the hand's own session thinks of it."""
-    assert hand.channel is not None
-    hand.session._send(Commit(offer), transfer_id)
-    hand.channel.notify()
-
-
-@contextlib.asynccontextmanager
-async def unharmed(engine: Engine, pool: PagePool, taking: Taking) -> AsyncIterator[None]:
-    """Around what a hand does: another sender sends before, meanwhile and after, by pages granted ahead."""
-    num_pages = pool.num_pages
-    with make_pool(SPEC, 8) as source:
-        fill(source, 5)
-        sent = snapshot_of(source, [1, 2])
-        async with sending(engine.address, source) as (sender_engine, peer, traffic):
-            await until_granted_ahead(peer, sent, traffic)
-            yield
-            await until_granted_ahead(peer, sent, traffic)
-            assert sender_engine.stats().send.failures == {}
-        await settled(pool, num_pages, 0, 0)
-        assert {(key, what) for key, what in taking.taken if key != "by hand"} == {("ahead", digest(sent))}
-        assert {what for key, what in taking.taken if key == "by hand"} <= {"TransferAbortedError"}
-
-
-async def expect_code(hand: Hand, kind: type[Any], code: ErrorCode) -> None:
-    event = await hand.expect(kind)
-    error = event.error
-    assert error_code(error) == code, error
-
-
-def test_the_hand_itself_can_do_it_right() -> None:
-    async def job() -> None:
-        async with receiving() as (engine, pool, taking), shaken(engine.address) as hand:
-            with make_pool(SPEC, 64) as source:
-                transfer_id = reserve(hand)
-                grant = (await hand.expect(Granted)).grant
-                assert len(grant.page_ids) == 8
-                assert counts(pool) == (NUM_PAGES - 8, 8, 0)
-                hand.do("commit", transfer_id, offer_of(snapshot_of(source, [1, 2, 3])))
-                assert (await hand.expect(Acknowledged)).transfer_id == transfer_id
-            await eventually(lambda: [key for key, _ in taking.taken] == ["by hand"])
-            await settled(pool, NUM_PAGES, 0, 0)
-
-    run(job())
-
-
-@pytest.mark.parametrize("says_quiet", [True, False])
-@pytest.mark.parametrize(
-    ("what", "code"),
-    [
-        ("more pages than granted", ErrorCode.GEOMETRY),
-        ("other geometry", ErrorCode.GEOMETRY),
-        ("keys of pages", ErrorCode.GEOMETRY),
-        ("other generation", ErrorCode.STALE_GENERATION),
-        ("other pool", ErrorCode.STALE_GENERATION),
-        ("descriptors of another number of pages", ErrorCode.GEOMETRY),
-    ],
-)
-def test_a_commit_of_what_was_not_granted_is_refused(what: str, code: ErrorCode, says_quiet: bool) -> None:
-    async def job() -> None:
-        async with receiving(lease_s=0.5) as (engine, pool, taking), unharmed(engine, pool, taking):
-            async with shaken(engine.address, says_quiet=says_quiet) as hand:
-                with make_pool(SPEC, 64) as source, make_pool(replace(SPEC, head_dim=16), 64) as other:
-                    await eventually(lambda: counts(pool)[1] <= 8)
-                    transfer_id = reserve(hand)
-                    await hand.expect(Granted)
-                    match what:
-                        case "more pages than granted":
-                            offer = offer_of(snapshot_of(source, list(range(9))))
-                        case "other geometry":
-                            offer = offer_of(snapshot_of(other, [1]))
-                        case "keys of pages":
-                            offer = offer_of(snapshot_of(source, [1]), page_keys=np.ones((1, 4), np.uint8))
-                        case "other generation":
-                            offer = offer_of(snapshot_of(source, [1]), generation=2)
-                        case "other pool":
-                            offer = offer_of(snapshot_of(source, [1]), pool_id=1)
-                        case _:
-                            of_all = snapshot_of(source, [1, 2])
-                            offer = offer_of(
-                                of_all,
-                                block_table=of_all.block_table[:1],
-                                seq_ptr=np.array([0, 1]),
-                                seq_lens=np.array([4]),
-                            )
-                    say(hand, transfer_id, offer)
-                    await expect_code(hand, AbortRequested, code)
-                    if not says_quiet:
-                        await eventually(lambda: counts(pool)[2] == 8)
-            await settled_but_ahead(pool)
-            stats = engine.stats()
-            assert (stats.num_quarantined, stats.num_recovered) == ((0, 0) if says_quiet else (8, 8))
-
-    run(job())
-
-
-async def settled_but_ahead(pool: PagePool) -> None:
-    """Nothing in quarantine; leased are at most those that the other sender holds ahead."""
-    await eventually(lambda: counts(pool)[2] == 0 and counts(pool)[1] <= 16)
-
-
-def test_commits_of_what_was_never_reserved_or_was_recalled_are_nothing() -> None:
-    async def job() -> None:
-        async with (
-            receiving(64) as (engine, pool, taking),
-            unharmed(engine, pool, taking),
-            shaken(engine.address, says_quiet=False) as hand,
-        ):
-            with make_pool(SPEC, 64) as source:
-                offer = offer_of(snapshot_of(source, [1]))
-                for transfer_id in (1000, 1001, 2**32 - 1):
-                    say(hand, transfer_id, offer)
-                # Taken from the other sender, which holds all that may be granted ahead.
-                held = pool.allocator.lease(56)
-                transfer_id = hand.offer(snapshot_of(source, [1, 2]), path="put")
-                granted = await hand.expect(Granted)
-                assert granted.transfer_id == transfer_id
-                hand.do("abort", transfer_id, ErrorCode.ABORTED, "enough")
-                hand.do("quiet", transfer_id)
-                held.release()
-                await settled(pool, 64, 0, 0)
-
-                transfer_id = reserve(hand)
-                await hand.expect(Granted)
-                held = pool.allocator.lease(56)
-                waiting = hand.offer(snapshot_of(source, [3]), path="put")
-                await expect_code(hand, AbortRequested, ErrorCode.ABORTED)
-                say(hand, transfer_id, offer)  # crossed the recall
-                await asyncio.sleep(0.1)
-                assert counts(pool) == (0, 64, 0)
-                hand.do("quiet", transfer_id)
-                assert (await hand.expect(Granted)).transfer_id == waiting
-                hand.do("abort", waiting, ErrorCode.ABORTED, "enough")
-                hand.do("quiet", waiting)
-                held.release()
-                say(hand, transfer_id, offer)  # late
-                await settled(pool, 64, 0, 0)
-                assert engine.stats().num_quarantined == 0
-
-    run(job())
-
-
-def test_reservations_beyond_bounds_are_refused() -> None:
-    async def job() -> None:
-        async with (
-            receiving() as (engine, pool, taking),
-            unharmed(engine, pool, taking),
-            shaken(engine.address) as hand,
-        ):
-            reserve(hand, 17)
-            await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
-            reserve(hand, 2**22)
-            await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
-            reserve(hand, 1, generation=2)
-            await expect_code(hand, Refused, ErrorCode.STALE_GENERATION)
-            assert counts(pool)[1] <= 16
-            assert engine.stats().receive.failures == {}
-            reserve(hand, 1, pool_id=7)
-            await expect_code(hand, Refused, ErrorCode.STALE_GENERATION)
-
-    run(job())
-
-
-def test_one_sender_holds_no_more_than_the_share_of_all() -> None:
-    async def job() -> None:
-        async with receiving(lease_s=0.5) as (engine, pool, taking), shaken(engine.address) as hand:
-            for _ in range(100):
-                reserve(hand, 1)
-            for _ in range(16):
-                await hand.expect(Granted)
-            for _ in range(84):
-                await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
-            assert counts(pool) == (NUM_PAGES - 16, 16, 0)
-            await settled(pool, NUM_PAGES, 0, 0)  # recalled, and the hand said QUIET
-            taking.check()
-
-    run(job())
-
-
-def test_a_grant_that_the_sender_cannot_take_costs_no_page() -> None:
-    spec = CacheSpec(num_layers=1, num_heads=1, head_dim=2, page_size=1, dtype="int8")
-
-    async def job() -> None:
-        num_pages = 8 * 20000  # page IDs of 80,000 bytes
-        async with receiving(num_pages, spec=spec) as (engine, pool, taking):
-            async with shaken(engine.address, max_message_nbytes=64 * 1024) as hand:
-                reserve(hand, 20000)
-                await expect_code(hand, Refused, ErrorCode.CONFIG)
-                assert counts(pool) == (num_pages, 0, 0)
-                reserve(hand, 10000)
-                await hand.expect(Granted)
-                assert counts(pool) == (num_pages - 10000, 10000, 0)
-            await settled(pool, num_pages, 0, 0)
-            taking.check()
-
-    run(job())
-
-
-def test_a_sender_that_gives_pages_back_late_has_a_lease_to_say_quiet() -> None:
-    async def job() -> None:
-        async with receiving(64, lease_s=0.6) as (engine, pool, taking), shaken(engine.address) as hand:
-            transfer_id = reserve(hand)
-            await hand.expect(Granted)
-            await asyncio.sleep(0.45)
-            hand.do("abort", transfer_id, ErrorCode.ABORTED, "not needed")
-            await asyncio.sleep(0.4)  # the lease of the grant is over, that of the end is not
-            assert counts(pool) == (56, 8, 0)
-            hand.do("quiet", transfer_id)
-            await settled(pool, 64, 0, 0)
-            assert engine.stats().num_quarantined == 0
-            taking.check()
 
     run(job())

@@ -68,6 +68,7 @@ class ReceiverChild(ChaosChild):
             lease_s=settings.lease_s,
             timeout_s=settings.timeout_s,
             peer_timeout_s=settings.peer_timeout_s,
+            ahead_pages=settings.ahead_pages,
         )
         await engine.start()
         self._engine, self._listen = engine, engine.address

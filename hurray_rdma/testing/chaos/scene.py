@@ -112,7 +112,12 @@ class _Scene:
         """Starts everybody; proxies end with ``stack``."""
         cast = self._plan.cast
         for number in range(cast.num_receivers):
-            receiving = self._settings(ReceiverSettings, num_pages=cast.receiver_pages, listen="127.0.0.1:0")
+            receiving = self._settings(
+                ReceiverSettings,
+                num_pages=cast.receiver_pages,
+                listen="127.0.0.1:0",
+                ahead_pages=cast.receiver_pages // 2 if self._plan.index % 2 else 0,  # in every other scene
+            )
             self.receivers.append(ReceiverSeat(f"receiver{number}", self._folder, self._log, receiving))
         await together(*(seat.sit() for seat in self.receivers))
         for number in range(cast.num_senders):

@@ -202,6 +202,8 @@ class ReceiverSettings(Settings, frozen=True, kw_only=True):
     """Of a receiver process."""
 
     listen: str
+    ahead_pages: int = 0
+    """As of `Engine`."""
 
 
 class SenderSettings(Settings, frozen=True, kw_only=True):
