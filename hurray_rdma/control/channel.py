@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
 from collections.abc import Callable
 from dataclasses import replace
@@ -247,7 +248,7 @@ def _lost(error: Exception, peer: Address) -> HurrayError:
 def _tls_failed(error: ssl.SSLError, peer: Address) -> AuthenticationError:
     reason = getattr(error, "verify_message", "") or error.reason or str(error)
     return AuthenticationError(
-        f"TLS with {peer} failed: {reason}", fix="Check certificates and host name on both sides"
+        f"TLS with {peer} failed: {reason.rstrip('.')}", fix="Check certificates and host name on both sides"
     )
 
 
@@ -268,7 +269,8 @@ async def _connect(
     except ssl.SSLError as error:
         raise _tls_failed(error, address) from error
     except OSError as error:
-        raise PeerLostError(f"{address} cannot be reached: {error.strerror or error}", fix=_UNREACHABLE_FIX) from error
+        why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
+        raise PeerLostError(f"{address} cannot be reached: {why}", fix=_UNREACHABLE_FIX) from error
     return channel
 
 

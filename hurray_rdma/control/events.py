@@ -50,6 +50,8 @@ class SessionClosed:
     """Last event of a session. ``error`` is None after ``close()`` on this side."""
 
     error: HurrayError | None
+    orderly: bool = False
+    """Whether the peer hung up between two messages, with no transfer open: it has left, or its process has ended."""
 
 
 @dataclass(frozen=True, slots=True)

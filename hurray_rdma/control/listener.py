@@ -107,7 +107,8 @@ class Listener:
                 transport, channel, self._ssl_context, server_side=True, ssl_handshake_timeout=timeout_s
             )
         except OSError as error:
-            _log.info("connection from %s failed in TLS: %s", transport.get_extra_info("peername"), error)
+            why = str(error) or type(error).__name__
+            _log.info("connection from %s failed in TLS: %s", transport.get_extra_info("peername"), why)
             return False
         if secured is None:  # It was cut meanwhile.
             return False
@@ -182,6 +183,8 @@ async def serve(
             value=str(address),
             fix="Set a token, ask for client certificates, listen on 127.0.0.1, or allow unauthenticated peers by name",
         )
+    if config.token and ssl_context is None and not all(ip_address(h).is_loopback for h in hosts):
+        _log.warning("tokens cross the network in clear to %s: nobody but TLS keeps them secret", address)
     listener = Listener(config, on_session, ssl_context, max_unauthenticated)
     try:
         await listener._listen(hosts[:1] if port == 0 else hosts, port)

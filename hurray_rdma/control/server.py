@@ -197,7 +197,10 @@ class ServerSession(Session):
         owners = [name for name, secret in candidates if hmac.compare_digest(secret.encode(), given)]
         if len(owners) == 1:
             return owners[0]
-        rule = "several tenants have this token" if owners else "the token is not one that this engine expects"
+        if not token:
+            rule = "no token was given, and this engine wants one"
+        else:
+            rule = "several tenants have this token" if owners else "the token is not one that this engine expects"
         raise AuthenticationError(rule, fix="Set the same token on both sides, and another one for each tenant")
 
     def _answer_hello(self, hello: ClientHello) -> None:

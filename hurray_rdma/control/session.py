@@ -134,7 +134,8 @@ class Session(ABC):
         """The connection ended, with ``error`` if that is known."""
         events: list[Event] = []
         if not self.is_closed:
-            self._close(error or self._hung_up(), events)
+            orderly = error is None and self.is_open and not self._decoder.in_message and not self._book.num_open
+            self._close(error or self._hung_up(), events, orderly=orderly)
         return events
 
     def _hung_up(self) -> HurrayError:
@@ -309,7 +310,7 @@ class Session(ABC):
             return events
         if not self.is_open:
             if now >= self._hello_deadline:
-                rule = f"the other side did not introduce itself within {self.config.hello_timeout_s} s"
+                rule = f"the other side did not introduce itself within {self.config.hello_timeout_s:.3g} s"
                 fix = "Check that both ends are hurray_rdma engines, and that both or neither use TLS"
                 self._fail(DeadlineExceededError(rule, fix=fix), events)
             return events
@@ -341,13 +342,13 @@ class Session(ABC):
     def _error_message(error: HurrayError) -> ErrorMessage:
         return ErrorMessage(error_code(error), str(error)[:MAX_ERROR_TEXT_CHARS])
 
-    def _close(self, error: HurrayError | None, events: list[Event]) -> None:
+    def _close(self, error: HurrayError | None, events: list[Event], *, orderly: bool = False) -> None:
         self._state = SessionState.CLOSED
         self._error = error
         failure = error or TransferAbortedError("the session was closed")
         open_transfers = self._book.open_transfers()
         events += [TransferFailed(transfer.transfer_id, failure, transfer.granted) for transfer in open_transfers]
-        events.append(SessionClosed(error))
+        events.append(SessionClosed(error, orderly))
 
     # Common to both sides' calls.
 

@@ -291,16 +291,17 @@ class Reception:
                         meant.handle(link, event)
                     else:
                         error = StaleGenerationError("there is no such pool", field="pool_id", value=asked.pool_id)
-                        self._tally.failed("receive", error)
+                        if isinstance(event, Offered):
+                            self._tally.failed("receive", error)
                         link.log.bind(transfer=transfer_id).info("refused: %s", error)
                         link.session.refuse(transfer_id, error, now=link.now)
                 case Fetched():
                     self.publishing.handle(link, event)
-                case SessionClosed(error=error):
+                case SessionClosed(error=error, orderly=orderly):
                     for receiver in self._all():
                         receiver.handle(link, event)
                     self.publishing.handle(link, event)
-                    self._tally.disconnected(error)
+                    self._tally.disconnected(None if orderly else error)
                     self._ended(link)
                 case _:
                     for receiver in self._all():  # the one that knows the transfer

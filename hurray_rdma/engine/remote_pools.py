@@ -87,10 +87,12 @@ class RemotePools:
         pools = self.all()
         if name is not None:
             for remote in pools:
-                if remote.pool.name == name:
+                if (remote.pool.name or "default") == (name or "default"):
                     return remote
-            names = [remote.pool.name for remote in pools]
-            raise GeometryError(f"the receiving side has pools {names}", field="pool", value=name)
+            names = [remote.pool.name or "default" for remote in pools]
+            raise GeometryError(
+                f"the receiving side has pools {names}", field="pool", value=name, fix="It may add one: Engine.add_pool"
+            )
         if len(pools) == 1:
             return pools[0]
         for remote in pools:

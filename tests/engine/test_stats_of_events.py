@@ -269,7 +269,7 @@ AGAIN = {"num_connects": 1, "num_disconnects": 1, "num_reconnects": 1, "losses.P
             | LEFT
             | {"grant_wait": 1, "receive.failures.TransferAbortedError": 1, "num_quarantined": 2, "num_recovered": 2},
         ),
-        (connected_and_left, LEFT, LEFT | {"losses.PeerLostError": 1}),
+        (connected_and_left, LEFT, LEFT),
         (not_let_in, {}, {}),
         (
             renewed,
