@@ -183,8 +183,8 @@ def _print_pages(report: DemoReport, console: Console) -> None:
     )
     facts.add_row(
         "beside memcpy",
-        f"{timing.memcpy_gib_per_s:.2f} GiB/s for the same pages inside one process: the transfer runs at "
-        f"[bold]{timing.ratio_to_memcpy:.2f}[/bold] of it (medians of {timing.rounds} rounds)",
+        f"{timing.memcpy_gib_per_s:.2f} GiB/s for the same pages inside one process; in the median of "
+        f"{timing.rounds} rounds the transfer runs at [bold]{timing.ratio_to_memcpy:.2f}[/bold] of its own memcpy",
     )
     facts.add_row(
         "compared",
