@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -160,6 +162,61 @@ def test_every_token_arrives(source: CacheSpec, dest: CacheSpec, strided: bool) 
             assert stats.sent_nbytes <= 9 * source.page_nbytes * len(source.tensors) * (heads if not of_slots else 1.5)
         assert child.receive() == (64, 0, 0)
         child.send("end")
+
+
+def halved_pool(spec: CacheSpec, num_pages: int) -> PagePool:
+    """FlashAttention's way: one tensor [2, num_pages, page_size, heads, dim] for each layer."""
+    whole = [np.empty((2, num_pages, *spec.page_shape), spec.storage_dtype) for _ in range(spec.num_layers)]
+    return PagePool.from_arrays(spec, {"key": [w[0] for w in whole], "value": [w[1] for w in whole]})
+
+
+@pytest.mark.parametrize("make_pool", [strided_pool, halved_pool])
+@pytest.mark.parametrize("strided", [False, True])
+def test_interleaved_tensors_of_attention_libraries_are_sent_in_place(
+    make_pool: Callable[[CacheSpec, int], PagePool], strided: bool
+) -> None:
+    with Child(receiver, SPEC, 64, strided, 1) as child, make_pool(SPEC, 32) as pool:
+        address = child.receive()
+        fill(pool, 8)
+        sent = Snapshot.from_block_tables(pool, TABLES, seq_lens=SEQ_LENS)
+        send(address, sent, key="interleaved")
+        _, seq_lens, received, _ = child.receive()
+        assert seq_lens == SEQ_LENS
+        for at, (tokens,) in contents(sent).items():
+            assert np.array_equal(received[at][0], tokens), at
+        assert child.receive() == (64, 0, 0)
+        child.send("end")
+
+
+def test_one_sender_of_eight_heads_feeds_four_receivers_of_two() -> None:
+    whole = replace(SPEC, num_heads=8, total_heads=8)
+    slices = [replace(whole, num_heads=2, head_offset=2 * n) for n in range(4)]
+    with ExitStack() as stack:
+        pool = stack.enter_context(PagePool.allocate(whole, 32))
+        fill(pool, 6)
+        sent = Snapshot.from_block_tables(pool, TABLES, seq_lens=SEQ_LENS)
+        children = [stack.enter_context(Child(receiver, spec, 64, False, 1)) for spec in slices]
+        addresses = [child.receive() for child in children]
+
+        async def job() -> None:
+            async with Engine(pool, timeout_s=20) as engine:
+
+                async def one(address: str) -> None:
+                    async with engine.connect(address) as peer:
+                        await peer.send(sent, key="split")
+
+                await asyncio.gather(*map(one, addresses))
+
+        asyncio.run(job())
+        expected = contents(sent)
+        for spec, child in zip(slices, children, strict=True):
+            first, last = spec.heads
+            _, seq_lens, received, _ = child.receive()
+            assert seq_lens == SEQ_LENS
+            for at, (tokens,) in expected.items():
+                assert np.array_equal(received[at][0], tokens[:, first:last]), (first, at)
+            assert child.receive() == (64, 0, 0)
+            child.send("end")
 
 
 def test_four_senders_of_a_head_each_fill_one_arrival() -> None:
