@@ -107,7 +107,7 @@ def test_a_pool_added_after_the_handshake_is_used_without_connecting_anew(lane: 
             fill(pool, 1)
             sent = [snapshot_of(pool, [n, 9]) for n in range(3)]
             async with Engine(pool, timeout_s=10) as engine, engine.connect(await hear(child)) as peer:
-                with pytest.raises(GeometryError, match=r"pools \[''\]"):
+                with pytest.raises(GeometryError, match=r"pools \['default'\]"):
                     await peer.send(sent[0], pool="late")
                 child.send(("add", "late", 8, None))
                 child.send(("add", "later", 4, None))
