@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +23,7 @@ from hurray_rdma.testing.chaos.recipe import Recipe, mismatch, paint, raw, shape
 from hurray_rdma.testing.chaos.schedule import Blow, Episode, draw_scene
 from hurray_rdma.testing.chaos.seats import ReceiverSeat, SceneFailedError, SenderSeat
 from hurray_rdma.testing.chaos.words import Received, ReceiverSettings, Send, SenderSettings, Sent
+from hurray_rdma.testing.shared_memory import SharedMemory
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16")
 
@@ -169,15 +174,27 @@ def test_late_sends_and_failures_of_nothing_are_found_and_a_killed_receiver_is_s
 
 
 def test_leftovers_are_seen(tmp_path: Path) -> None:
-    import os
-    import socket
-
     (tmp_path / "stderr").touch()
-    assert leftovers([2**30], ["127.0.0.1:1"], tmp_path) == []
+    memory = SharedMemory()
+    assert leftovers([2**30], ["127.0.0.1:1"], tmp_path, memory=memory) == []
     (tmp_path / "core").touch()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = leftovers([os.getpid()], [f"127.0.0.1:{server.getsockname()[1]}"], tmp_path)
-    assert [line.split()[0] for line in found if "segment" not in line] == ["process", "socket", "file"]
+        found = leftovers([os.getpid()], [f"127.0.0.1:{server.getsockname()[1]}"], tmp_path, memory=memory)
+    assert [line.split()[0] for line in found] == ["process", "socket", "file"]
+
+
+def test_shared_memory_is_told_by_who_made_or_mapped_it(pool: PagePool) -> None:
+    memory, others = SharedMemory(), SharedMemory()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            memory.look([os.getpid()])
+            others.look([os.getppid(), 2**30])
+        found = memory.left()
+        assert f"file {file.name}" in found
+        assert any(line.startswith("shared memory segment ") for line in found)  # the pool's
+        assert not found & others.left()
+    assert f"file {file.name}" not in memory.left()
 
 
 def test_a_seed_draws_the_same_scenes_and_another_draws_others() -> None:

@@ -21,6 +21,7 @@ from hurray_rdma.demo import MismatchError, load_config, num_steps, run_demo
 from hurray_rdma.demo.batch import draw_batch
 from hurray_rdma.demo.content import Content
 from hurray_rdma.demo.decode import compare
+from hurray_rdma.testing.shared_memory import SharedMemory
 
 COMMAND = [sys.executable, "-m", "hurray_rdma.cli"]
 SMALL = ["--layers", "2", "--heads", "2", "--head-dim", "64", "--rounds", "2", "--deadline", "60"]
@@ -89,7 +90,7 @@ class Running:
     """The command in a session of its own, and what it leaves behind."""
 
     def __init__(self, *arguments: str) -> None:
-        self.before = traces()
+        self.memory = SharedMemory()
         self.process = subprocess.Popen(
             [*COMMAND, "demo", *SMALL, "--rounds", "10000", *arguments],
             stdout=subprocess.PIPE,
@@ -104,6 +105,7 @@ class Running:
         while time.monotonic() < until:
             pids = [pid for pid in session_pids(self.process.pid) if "spawn_main" in command_line(pid)]
             if len(pids) == 2 and shared_mappings(pids[0]) & shared_mappings(pids[1]):
+                self.memory.look(session_pids(self.process.pid))
                 return dict(zip(("decode", "prefill"), pids, strict=True))
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.05)
@@ -113,10 +115,10 @@ class Running:
         """Exit code and standard error; asserts that no process and no shared memory is left."""
         _, told = self.process.communicate(timeout=30)
         until = time.monotonic() + 10
-        while time.monotonic() < until and (session_pids(self.process.pid) or traces() - self.before):
+        while time.monotonic() < until and (session_pids(self.process.pid) or self.memory.left()):
             time.sleep(0.05)
         assert session_pids(self.process.pid) == []
-        assert traces() - self.before == set()
+        assert self.memory.left() == set()
         return self.process.returncode, told
 
 
@@ -127,13 +129,6 @@ def running() -> Iterator[Running]:
     for pid in session_pids(demo.process.pid):
         os.kill(pid, signal.SIGKILL)
     demo.process.communicate(timeout=10)
-
-
-def traces() -> set[str]:
-    """Shared memory that nobody owns: System V segments whose creator is dead, and files."""
-    segments = (line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:])
-    orphans = {f"sysv {fields[1]}" for fields in segments if not Path(f"/proc/{fields[4]}").exists()}
-    return orphans | {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def session_pids(session: int) -> list[int]:

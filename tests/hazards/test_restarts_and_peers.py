@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import shutil
 import signal
 import socket
-import subprocess
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
 from hurray_rdma import Engine, HurrayError, PagePool, PeerLostError
 from hurray_rdma.testing.processes import Child
+from hurray_rdma.testing.shared_memory import SharedMemory
 from tests.hazards.scenes import LANES, SPEC, connected, digest, fill, make_pool, receiver, run, settled, snapshot_of
 
 
@@ -166,34 +164,18 @@ def test_forked_child_is_refused_by_name_and_its_parent_goes_on() -> None:
         assert child.receive() == "sent"
 
 
-def segments_of(pid: int) -> set[str]:
-    """System V segments that a process made."""
-    listed = subprocess.run(["ipcs", "-m", "-p"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listed.splitlines()]
-    return {row[0] for row in rows if row[2:3] == [str(pid)]}
-
-
-def shared_files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").iterdir()}
-
-
-@pytest.mark.skipif(shutil.which("ipcs") is None, reason="needs ipcs")
 @pytest.mark.parametrize("lane", LANES)
 def test_killed_receiver_leaves_no_shared_memory_behind(lane: str) -> None:
     async def job() -> None:
         with make_pool(SPEC, 16) as pool:
-            before = shared_files()
+            memory = SharedMemory()
             with Child(receiver, {"lane": lane}) as child:
                 async with connected(pool, await asyncio.to_thread(child.receive), timeout_s=5) as peer:
                     await peer.send(snapshot_of(pool, [1, 2]))
-                    assert lane == "tcp" or segments_of(child.pid)
+                    memory.look([child.pid])
+                    assert lane == "tcp" or memory.left()
                     child.signal(signal.SIGKILL)
                     await asyncio.to_thread(child.join)
-            assert not segments_of(child.pid)
-            for _ in range(100):  # others on this machine may have files there for a moment
-                if not shared_files() - before:
-                    break
-                await asyncio.sleep(0.05)
-            assert not shared_files() - before
+            assert not memory.left()
 
     run(job())

@@ -7,18 +7,21 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+from hurray_rdma.testing.shared_memory import SharedMemory
+
 __all__ = ["leftovers"]
 
 _TIME_WAIT = "06"
 
 
-def leftovers(pids: Collection[int], addresses: Collection[str], folder: Path) -> list[str]:
+def leftovers(pids: Collection[int], addresses: Collection[str], folder: Path, *, memory: SharedMemory) -> list[str]:
     """What is left of ended processes, a phrase each.
 
     Args:
         pids: the processes.
         addresses: ``ipv4:port`` that they listened at.
         folder: where they ran; what their engine put there is left, their ``stderr`` is not.
+        memory: what they had of it, noted while they lived.
     """
     left = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
     ours = {_as_in_proc(address) for address in addresses}
@@ -26,11 +29,7 @@ def leftovers(pids: Collection[int], addresses: Collection[str], folder: Path) -
         _, local, remote, state, *_ = line.split()
         if state != _TIME_WAIT and {local, remote} & ours:
             left.append(f"socket {local} to {remote} in state {state}")
-    for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
-        _, segment, _, _, creator, *_ = line.split()
-        if int(creator) in pids:
-            left.append(f"shared memory segment {segment}")
-    left += [f"file {path}" for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in pids)]
+    left += memory.left()
     left += [f"file {path}" for path in folder.rglob("*") if path.is_file() and path.name != "stderr"]
     return left
 

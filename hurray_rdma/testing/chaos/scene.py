@@ -34,6 +34,7 @@ from hurray_rdma.testing.chaos.words import (
     Sent,
     Settings,
 )
+from hurray_rdma.testing.shared_memory import SharedMemory
 
 __all__ = ["play_scene"]
 
@@ -98,6 +99,7 @@ class _Scene:
         self._started = time.monotonic()
         self._num_probes = 0
         self._ports: list[str] = []
+        self._memory = SharedMemory()
         self.receivers: list[ReceiverSeat] = []
         self.senders: list[SenderSeat] = []
 
@@ -194,8 +196,9 @@ class _Scene:
             SceneFailedError: something is.
         """
         pids = [pid for seat in self._seats for pid in seat.pids]
+        self._memory.look(pids)
         deadline = time.monotonic() + _SETTLES_S
-        while left := leftovers(pids, self._ports, self._folder):
+        while left := leftovers(pids, self._ports, self._folder, memory=self._memory):
             if time.monotonic() > deadline:
                 raise SceneFailedError(f"left behind: {', '.join(left)}")
             await asyncio.sleep(0.05)
@@ -207,6 +210,7 @@ class _Scene:
                 await seat.process.kill()
 
     async def _end(self, seat: Seat) -> None:
+        self._memory.look([seat.running.pid])
         wrong = await seat.running.end()
         if wrong is not None:
             raise SceneFailedError(f"{seat.name}: {wrong}")
