@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
-from hurray_rdma.engine import EngineStats, FetchedSnapshot, NotPublishedError, Tls, TransferStats
+from hurray_rdma.engine import EngineStats, FetchedSnapshot, NotPublishedError, Placement, Tls, TransferStats
 from hurray_rdma.engine.sync import Arrival, Engine, Peer, Transfer
 from hurray_rdma.errors import (
     AuthenticationError,
@@ -50,6 +50,7 @@ __all__ = [
     "PagePool",
     "Peer",
     "PeerLostError",
+    "Placement",
     "PoolExhaustedError",
     "ProtocolError",
     "RegistrationError",

@@ -33,7 +33,9 @@ class PagePool:
     Views from `pages` stay valid memory after `close`; every other call raises then.
     """
 
-    def __init__(self, layout: PoolLayout, *, regions: tuple[Region, ...], views: tuple[Any, ...]) -> None:
+    def __init__(
+        self, layout: PoolLayout, *, regions: tuple[Region, ...], views: tuple[Any, ...], external: bool = False
+    ) -> None:
         self._layout = layout
         self._regions = regions
         self._views = views
@@ -41,6 +43,7 @@ class PagePool:
         self._resident = ResidentIndex(self._allocator)
         self._closed = False
         self._receiver: object | None = None
+        self._external = self._allocator.lease(layout.num_pages) if external else None
         self.gate = MemoryGate()
         """Whoever moves bytes into the pool or out of it passes here."""
 
@@ -97,6 +100,7 @@ class PagePool:
         scales: Arrays | None = None,
         zero_points: Arrays | None = None,
         order: PageOrder | str | None = None,
+        external: bool = False,
         context: Context | None = None,
     ) -> PagePool:
         """A pool over the caller's arrays, in place; they stay alive while the pool is open.
@@ -110,6 +114,8 @@ class PagePool:
             scales: the same of ``[num_pages, page_size]``, where ``spec.scale_dtype`` is set.
             zero_points: int32 ``[num_pages, page_size]``, where ``spec.zero_points`` is set.
             order: replaces ``spec.order``.
+            external: the caller hands out the pages himself, as the block manager of an inference engine does: the pool
+                holds a lease of all of them, and snapshots come into pages that he names (`hurray_rdma.Placement`).
             context: the UCX context; None is the process's own.
 
         Raises:
@@ -131,7 +137,7 @@ class PagePool:
             for part, view, (index, offset) in zip(parts, views, places, strict=True)
         )
         layout = PoolLayout(spec=spec, num_pages=views[0].shape[0], segments=segments)
-        return cls(layout, regions=regions, views=tuple(view.array for view in views))
+        return cls(layout, regions=regions, views=tuple(view.array for view in views), external=external)
 
     @property
     def layout(self) -> PoolLayout:
@@ -168,6 +174,25 @@ class PagePool:
     def device(self) -> str:
         """``"cpu"`` or ``"cuda:N"``."""
         return self._regions[0].device
+
+    @property
+    def external(self) -> bool:
+        """Whether its pages are handed out by the caller, and not by the allocator."""
+        return self._external is not None
+
+    def check_grantable(self) -> None:
+        """Raises unless the allocator hands out pages.
+
+        Raises:
+            ConfigError: the pool is external.
+        """
+        if self.external:
+            raise ConfigError(
+                "is handed out by its caller, who must say which pages",
+                field="pool",
+                value=repr(self),
+                fix="Pass a Placement",
+            )
 
     @property
     def closed(self) -> bool:

@@ -13,6 +13,7 @@ from hurray_rdma.engine.engine import Engine
 from hurray_rdma.engine.fetching import FetchedSnapshot
 from hurray_rdma.engine.logs import JsonFormatter
 from hurray_rdma.engine.peer import Peer
+from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import DirectionStats, EngineStats, Histogram, LaneStats, TransferStats
 from hurray_rdma.engine.transfer import Transfer
 
@@ -32,6 +33,7 @@ __all__ = [
     "LaneStats",
     "NotPublishedError",
     "Peer",
+    "Placement",
     "Tls",
     "Transfer",
     "TransferStats",

@@ -112,6 +112,7 @@ class Connection:
         self._connecting: asyncio.Task[Endpoint] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._when_settled: list[Callable[[], None]] = []
+        self._settled = False
         self.ahead = AheadGrants(self, tally=surroundings.tally)
         """Pages that the peer holds ready for small transfers."""
         self._ready = asyncio.Event()
@@ -208,6 +209,7 @@ class Connection:
         # Where it fails, the worker keeps the endpoint, and UCX may still read and write for it.
         closed = self._endpoint is None or await asyncio.to_thread(self._endpoint.close)
         if closed:
+            self._settled = True
             for settled in self._when_settled:
                 settled()
         self._endpoint = None
@@ -276,7 +278,10 @@ class Connection:
         self._in_doubt = True
 
     def when_settled(self, settled: Callable[[], None]) -> None:
-        self._when_settled.append(settled)
+        if self._settled:
+            settled()
+        else:
+            self._when_settled.append(settled)
 
     def zeros(self, nbytes: int) -> Region:
         if not self._zeros or self._zeros[-1].nbytes < nbytes:

@@ -16,6 +16,7 @@ from hurray_rdma.engine.compat import check_published, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
 from hurray_rdma.engine.frames import FRAMES_PATH
 from hurray_rdma.engine.mover import Mover
+from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import (
@@ -62,7 +63,7 @@ class Fetching(Exchange[Published]):
 
     Args:
         connect, key, timeout_s, tally: as of `Exchange`.
-        pool_for: the pool of this engine that is to take pages of a cache.
+        into: the pool that is to take pages of a cache, or the very pages.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class Fetching(Exchange[Published]):
         connect: Callable[[float], Awaitable[Route]],
         key: str,
         *,
-        pool_for: Callable[[CacheSpec], PagePool],
+        into: Callable[[CacheSpec], PagePool] | Placement,
         timeout_s: float,
         tally: Tally,
     ) -> None:
         super().__init__(connect, key, timeout_s=timeout_s, tally=tally, direction="fetch")
-        self._pool_for = pool_for
+        self._into = into
         self._leases: list[Lease] = []
         self._mover: Mover | None = None
 
@@ -84,6 +85,7 @@ class Fetching(Exchange[Published]):
 
         Raises:
             HurrayError: as `Peer.fetch`; no page stays leased, those that may still be written are in quarantine.
+                With a `Placement` there are none of these any more.
         """
         try:
             fetched = await self._begin(self._fetch)
@@ -115,7 +117,7 @@ class Fetching(Exchange[Published]):
             return await self._read(transfer_id, published)
         except BaseException as error:
             await self._give_up("the reader failed")
-            self._let_go(error)  # it may be asked for again
+            await self._let_go(error)  # it may be asked for again
             raise
 
     async def _read(self, transfer_id: int, published: Published) -> FetchedSnapshot:
@@ -123,12 +125,19 @@ class Fetching(Exchange[Published]):
         if remote is None or remote.pool.generation != published.generation:
             raise StaleGenerationError(f"pool {published.pool_id} of the peer was registered anew meanwhile")
         self._remote = remote
-        pool = self._pool_for(remote.layout.spec)
+        pool = self._into.pool if isinstance(self._into, Placement) else self._into(remote.layout.spec)
         check_pair(remote.layout.spec, pool.spec)
         page_map = check_published(published, remote.layout, pool.spec, dialect=self._route.dialect())
-        page_keys, found, page_ids = self._find_here(pool, page_map, published)
-        written = await self._lease(pool, int((~found).sum()))
-        page_ids[~found] = written.page_ids
+        page_keys = None
+        if isinstance(self._into, Placement):
+            page_ids, found = self._into.pages_for(page_map)
+            written = pool.allocator.retain(page_ids[~found])
+            self._leases.append(written)
+        else:
+            pool.check_grantable()
+            page_keys, found, page_ids = self._find_here(pool, page_map, published)
+            written = await self._lease(pool, int((~found).sum()))
+            page_ids[~found] = written.page_ids
         plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=found if found.any() else None)
         mover = self._mover = Mover(pool, plan, remote.memories, reads=True, stop=self._stop, deadline=self._deadline)
         await self._move(pool, lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
@@ -195,26 +204,34 @@ class Fetching(Exchange[Published]):
         finally:
             waiting.cancel()
 
-    def _let_go(self, error: BaseException) -> None:
-        """Pages go back, or into quarantine while UCX may still write them."""
+    async def _let_go(self, error: BaseException) -> None:
+        """Pages go back, or into quarantine while UCX may still write them; those of a `Placement` are waited for."""
         leases, self._leases = self._leases, []
-        for lease in leases:
-            if self._mover is not None and self._mover.in_doubt:
-                self._quarantine(lease, error)
-            else:
-                lease.release()
+        in_doubt = self._mover is not None and self._mover.in_doubt
         self._mover = None
+        if not in_doubt:
+            for lease in leases:
+                lease.release()
+            return
+        quiet = [self._quarantine(lease, error) for lease in leases]
+        if isinstance(self._into, Placement):
+            self._log.warning("pages for %r may still be written: waiting until they cannot", self._key)
+            await _done(quiet)
 
-    def _quarantine(self, lease: Lease, error: BaseException) -> None:
+    def _quarantine(self, lease: Lease, error: BaseException) -> asyncio.Future[None]:
+        """Done when its pages are out of it."""
         allocator = lease.allocator
         allocator.quarantine(lease, reason=str(error))
         self._tally.quarantined(len(lease))
+        quiet: asyncio.Future[None] = self._loop.create_future()
 
         def settled() -> None:
             allocator.recover(lease)
             self._tally.recovered(len(lease))
+            quiet.set_result(None)
 
         self._route.when_settled(settled)
+        return quiet
 
     def _collect(self, page_map: PageMap, spec: CacheSpec, remote: RemotePool, *, num_written: int) -> TransferStats:
         num_entries = len(page_map.entries)
@@ -233,3 +250,15 @@ class Fetching(Exchange[Published]):
             lane=remote.lane,
             path=remote.path,
         )
+
+
+async def _done(futures: list[asyncio.Future[None]]) -> None:
+    """All of them; pages are in use, so a cancellation waits, too."""
+    cancelled = None
+    while not all(future.done() for future in futures):
+        try:
+            await asyncio.wait(futures)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

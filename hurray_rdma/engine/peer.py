@@ -17,6 +17,7 @@ from hurray_rdma.control import MAX_QUIET_SESSIONS, parse_address
 from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
+from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, PeerLostError
@@ -254,14 +255,17 @@ class Peer:
             tally=self._surroundings.tally,
         )
 
-    async def fetch(self, key: str, *, into: PagePool | None = None, timeout_s: float | None = None) -> FetchedSnapshot:
+    async def fetch(
+        self, key: str, *, into: PagePool | Placement | None = None, timeout_s: float | None = None
+    ) -> FetchedSnapshot:
         """Pulls a snapshot that the peer has published: one-sided reads into free pages of this engine.
 
         It is complete, and was valid all the time: the peer confirms that its pages were under lease until the end.
 
         Args:
             key: as of `Engine.publish`.
-            into: the pool that takes the pages, of the engine's context; None is the engine's own.
+            into: the pool that takes the pages, of the engine's context; None is the engine's own. Or the very
+                pages, chosen by the caller: a `Placement`.
             timeout_s: budget for everything, the wait for free pages included; None is the engine's.
 
         Raises:
@@ -269,14 +273,18 @@ class Peer:
             LeaseExpiredError: the time that was asked for ran out at the peer.
             GeometryError: the two pools cannot exchange pages, and why.
             PoolExhaustedError: it never fits into the pool.
-            DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: no page stays leased.
+            DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: no page stays leased. With a
+                `Placement` it raises, and ends when cancelled, only when nothing can be written into its pages any
+                more: that is later only where a stopped peer keeps a read over tcp from ending.
+            ConfigError: the pool is external, and there is no `Placement`; or it is of another context.
+            LeaseExpiredError: also where nobody holds a page of the `Placement`.
         """
         if into is not None:
-            check_context(into, self._surroundings.context)
+            check_context(into.pool if isinstance(into, Placement) else into, self._surroundings.context)
         fetching = Fetching(
             self._connected,
             key,
-            pool_for=self._pool_for if into is None else lambda _: into,
+            into=_pool_or_pages(into) if into is not None else self._pool_for,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             tally=self._surroundings.tally,
         )
@@ -311,3 +319,7 @@ class Peer:
         if self._connection is None or self._closing is not None:
             raise PeerLostError(f"the connection to {self.address} is not open", fix="Use it within `async with`")
         return self._connection
+
+
+def _pool_or_pages(into: PagePool | Placement) -> Callable[[CacheSpec], PagePool] | Placement:
+    return into if isinstance(into, Placement) else lambda _: into

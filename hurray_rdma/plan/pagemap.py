@@ -89,7 +89,8 @@ class PageMap:
         return page_ids
 
     def pages_for(self, block_table: NDArray[np.uint32], /) -> Uint32:
-        """The grant that yields a block table which exists already: where several senders fill slices of one snapshot.
+        """The grant that yields a block table which exists already: several senders fill slices of one snapshot, or
+        the receiver has chosen its pages.
 
         Args:
             block_table: the receiver's, uint32 ``[seq_ptr[-1]]``, from an offer of the same sequences.
@@ -109,7 +110,7 @@ class PageMap:
         if wrong.any():
             at = int(wrong.argmax())
             raise GeometryError(
-                "this sender shares pages here that the others do not",
+                "this offer shares pages here that the table does not",
                 field=f"block_table[{at}]",
                 value=int(block_table[at]),
             )

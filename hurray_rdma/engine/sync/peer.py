@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import PagePool, Snapshot, SnapshotGroups
 from hurray_rdma.engine import peer as asynchronous
 from hurray_rdma.engine.fetching import FetchedSnapshot
+from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.sync.thread import EngineThread, on_loop
 from hurray_rdma.engine.sync.transfer import OpenTransfers, Transfer
@@ -110,14 +111,16 @@ class Peer:
             self._transfers,
         )
 
-    def fetch(self, key: str, *, into: PagePool | None = None, timeout_s: float | None = None) -> FetchedSnapshot:
+    def fetch(
+        self, key: str, *, into: PagePool | Placement | None = None, timeout_s: float | None = None
+    ) -> FetchedSnapshot:
         """As of `hurray_rdma.Peer.fetch`."""
         return self._thread.run(
             self._peer.fetch(key, into=into, timeout_s=timeout_s), undo=lambda fetched: fetched.release()
         )
 
     def fetch_async(
-        self, key: str, *, into: PagePool | None = None, timeout_s: float | None = None
+        self, key: str, *, into: PagePool | Placement | None = None, timeout_s: float | None = None
     ) -> Future[FetchedSnapshot]:
         """`fetch` that returns at once; the future is as of `send_async`. Release what it brings, also when it comes in
         spite of a ``cancel``."""

@@ -1,0 +1,268 @@
+"""Snapshots fetched into pages that the caller has chosen: those and no others are written, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hurray_rdma import (
+    ConfigError,
+    DeadlineExceededError,
+    Engine,
+    GeometryError,
+    LeaseExpiredError,
+    NotPublishedError,
+    PagePool,
+    Placement,
+    Snapshot,
+    sync,
+)
+from hurray_rdma.cache import CacheSpec
+from hurray_rdma.testing.processes import Child
+from hurray_rdma.transport import RemoteMemory
+from tests.hazards.scenes import LANES, SPEC, counts, digest, eventually, fill, raw, run
+
+TABLES, SEQ_LENS = [[7, 3, 9], [7, 3, 2]], [12, 10]  # 4 tokens a page; two sequences share a prefix
+GUARD = 0xEE
+
+
+def external_pool(spec: CacheSpec, num_pages: int) -> PagePool:
+    """As an inference engine has it: its own memory, and its own accounts of who holds which page."""
+    arrays = {
+        role: [np.empty((num_pages, *spec.page_shape), spec.storage_dtype) for _ in range(spec.num_layers)]
+        for role in spec.roles
+    }
+    pool = PagePool.from_arrays(spec, arrays, external=True)
+    for tensor in spec.tensors:
+        raw(pool, *tensor)[...] = GUARD
+    return pool
+
+
+def written(pool: PagePool) -> set[int]:
+    """Pages in which any byte of any tensor is not as `external_pool` left it."""
+    pages: set[int] = set()
+    for tensor in pool.spec.tensors:
+        pages.update(np.flatnonzero((raw(pool, *tensor) != GUARD).any(axis=1)).tolist())
+    return pages
+
+
+def publisher(connection: Connection, spec: CacheSpec, lane: str = "mapped") -> None:
+    """Publishes TABLES as "all"; tells its address and the digest; ends when told."""
+
+    async def job() -> None:
+        with external_pool(spec, 16) if lane == "cma" else PagePool.allocate(spec, 16) as pool:
+            fill(pool, 3)
+            snapshot = Snapshot.from_block_tables(pool, TABLES, seq_lens=SEQ_LENS)
+            async with Engine(pool, listen="127.0.0.1:0", timeout_s=20) as engine:
+                engine.publish("all", snapshot, lease_s=60)
+                connection.send((engine.address, digest(snapshot)))
+                await asyncio.to_thread(connection.recv)
+                connection.send(counts(pool))
+
+    asyncio.run(job())
+
+
+def snapshot_in(pool: PagePool, block_table: Iterable[int], seq_lens: Iterable[int] = SEQ_LENS) -> Snapshot:
+    lens = [*seq_lens]
+    num_pages = [-(-length // pool.spec.page_size) for length in lens]
+    return Snapshot(pool, [*block_table], np.cumsum([0, *num_pages]), lens)
+
+
+@pytest.mark.parametrize("lane", ["mapped", "cma"])
+def test_a_fetch_writes_the_chosen_pages_and_no_others(lane: str) -> None:
+    async def job() -> None:
+        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC, lane) as child:
+            address, expected = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                assert peer.lane in {"cma"} if lane == "cma" else peer.path == "mapped"
+                table = [10, 4, 1, 10, 4, 6]
+                with await peer.fetch("all", into=Placement(pool, table)) as fetched:
+                    assert fetched.block_table.tolist() == table
+                    assert (fetched.stats.num_pages, fetched.stats.num_resident) == (4, 0)
+                    assert digest(fetched) == expected
+                assert written(pool) == {1, 4, 6, 10}
+                assert counts(pool) == (0, 12, 0)
+                assert pool.allocator.accounts().num_leases == 1, "the pool's own, of all its pages"
+                child.send("end")
+                assert child.receive() == ((0, 16, 0) if lane == "cma" else (16, 0, 0))
+
+    assert lane in LANES
+    run(job())
+
+
+@pytest.mark.parametrize("page_size", [2, 8])
+def test_page_sizes_may_differ(page_size: int) -> None:
+    """Of 4 tokens there, of 2 or 8 here; in larger pages a shared prefix of whole pages stays shared."""
+
+    async def job() -> None:
+        with external_pool(replace(SPEC, page_size=page_size), 16) as pool, Child(publisher, SPEC) as child:
+            address, expected = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                table = [9, 8, 7, 6, 5, 4, 9, 8, 7, 6, 3] if page_size == 2 else [5, 3, 5, 7]
+                with await peer.fetch("all", into=Placement(pool, table)) as fetched:
+                    assert digest(fetched) == expected
+                    assert digest(snapshot_in(pool, table)) == expected
+                assert written(pool) == set(table)
+                child.send("end")
+                child.receive()
+
+    run(job())
+
+
+def test_pages_that_are_present_are_not_written() -> None:
+    async def job() -> None:
+        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+            address, _ = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                present = [True, True, False, True, True, False]
+                placement = Placement(pool, [10, 4, 1, 10, 4, 6], present=present)
+                with await peer.fetch("all", into=placement) as fetched:
+                    assert (fetched.stats.num_pages, fetched.stats.num_resident) == (2, 2)
+                assert written(pool) == {1, 6}
+                placement = Placement(pool, [10, 4, 1, 10, 4, 6], present=[True] * 6)
+                with await peer.fetch("all", into=placement) as fetched:
+                    assert (fetched.stats.num_pages, fetched.stats.sent_nbytes) == (0, 0)
+                assert written(pool) == {1, 6}
+                # Shared by two sequences of which one misses it: it is written.
+                placement = Placement(pool, [10, 4, 1, 10, 4, 6], present=[True] * 4 + [False, True])
+                (await peer.fetch("all", into=placement)).release()
+                assert written(pool) == {1, 4, 6}
+                child.send("end")
+                child.receive()
+
+    run(job())
+
+
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [
+        ([10, 4, 1, 10, 4], r"len\(block_table\) = 5: must be the 6 entries"),
+        ([10, 4, 1, 9, 4, 6], r"block_table\[0\] = 10: this offer shares pages here that the table does not"),
+        ([10, 4, 4, 10, 4, 6], "page_ids = 4: must not name a page twice"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_before_anything_moves(table: list[int], rule: str) -> None:
+    async def job() -> None:
+        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+            address, expected = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                with pytest.raises(GeometryError, match=rule):
+                    await peer.fetch("all", into=Placement(pool, table))
+                assert written(pool) == set()
+                with await peer.fetch("all", into=Placement(pool, [0, 1, 2, 0, 1, 3])) as fetched:
+                    assert digest(fetched) == expected
+                child.send("end")
+                child.receive()
+
+    run(job())
+
+
+def test_a_placement_is_checked_when_it_is_made() -> None:
+    with external_pool(SPEC, 12) as pool:
+        with pytest.raises(GeometryError, match=r"block_table\[1\]"):
+            Placement(pool, [3, 12])
+        with pytest.raises(GeometryError, match="present"):
+            Placement(pool, [3, 4], present=[True])
+
+
+def test_an_external_pool_hands_out_nothing_itself() -> None:
+    async def job() -> None:
+        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+            address, _ = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                with pytest.raises(ConfigError, match="Placement"):
+                    await peer.fetch("all")
+                assert written(pool) == set()
+                child.send("end")
+                child.receive()
+
+    run(job())
+
+
+def test_chosen_pages_must_be_somebodys() -> None:
+    """In a pool whose allocator hands out pages, those of a placement are leased from it first."""
+
+    async def job() -> None:
+        with PagePool.allocate(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+            address, expected = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                with pytest.raises(LeaseExpiredError, match="nobody holds the page"):
+                    await peer.fetch("all", into=Placement(pool, [0, 1, 2, 0, 1, 3]))
+                with pool.allocator.lease(4) as lease:
+                    table = lease.page_ids[[0, 1, 2, 0, 1, 3]]
+                    fetched = await peer.fetch("all", into=Placement(pool, table))
+                    assert digest(fetched) == expected
+                assert counts(pool) == (8, 4, 0), "the fetch keeps them until it is released"
+                fetched.release()
+                assert counts(pool) == (12, 0, 0)
+                child.send("end")
+                child.receive()
+
+    run(job())
+
+
+def test_what_fails_leaves_no_lease_behind_and_can_be_asked_again() -> None:
+    async def job() -> None:
+        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+            address, expected = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                placement = Placement(pool, [0, 1, 2, 0, 1, 3])
+                with pytest.raises(NotPublishedError):
+                    await peer.fetch("none", into=placement)
+                with pytest.raises(DeadlineExceededError):
+                    await peer.fetch("all", into=placement, timeout_s=1e-6)
+                assert pool.allocator.accounts().num_leases == 1
+                with await peer.fetch("all", into=placement) as fetched:
+                    assert digest(fetched) == expected
+                child.send("end")
+                child.receive()
+
+    run(job())
+
+
+def test_a_fetch_whose_reads_may_still_land_raises_only_when_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller would hand the pages to somebody else at once."""
+
+    def in_doubt(*_: Any, **__: Any) -> None:
+        error = DeadlineExceededError("reads are in flight")
+        error.in_doubt = True
+        raise error
+
+    async def job() -> None:
+        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+            address, _ = await asyncio.to_thread(child.receive)
+            async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+                monkeypatch.setattr(RemoteMemory, "read", in_doubt)
+                fetching = asyncio.create_task(peer.fetch("all", into=Placement(pool, [0, 1, 2, 0, 1, 3])))
+                await eventually(lambda: pool.allocator.accounts().num_leases == 2)
+                await eventually(lambda: bool(pool.allocator.quarantined()))
+                fetching.cancel()
+                await asyncio.sleep(0.05)
+                assert not fetching.done(), "not even when it is cancelled"
+                await peer.close()  # UCX has let go of the memory
+                with pytest.raises((DeadlineExceededError, asyncio.CancelledError)):
+                    await fetching
+                assert pool.allocator.accounts().num_leases == 1
+                child.send("end")
+                child.receive()
+
+    run(job())
+
+
+def test_without_asyncio() -> None:
+    with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+        address, expected = child.receive()
+        with sync.Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+            future = peer.fetch_async("all", into=sync.Placement(pool, [10, 4, 1, 10, 4, 6]))
+            with future.result() as fetched:
+                assert digest(fetched) == expected
+            with peer.fetch("all", into=sync.Placement(pool, [0, 1, 2, 0, 1, 3])) as fetched:
+                assert digest(fetched) == expected
+        child.send("end")
+        child.receive()
