@@ -21,7 +21,7 @@ from hurray_rdma.control.events import (
     Refused,
     TransferFailed,
 )
-from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Quiet, Renew, SessionMessage
 from hurray_rdma.control.messages import (
     ClientHello,
     ErrorMessage,
@@ -42,6 +42,8 @@ from hurray_rdma.errors import DeadlineExceededError, HurrayError, ProtocolError
 __all__ = ["ClientSession"]
 
 _ASKED = {TransferKind.PUSH: "offer", TransferKind.PULL: "fetch", TransferKind.RESERVATION: "reservation"}
+_RENEWALS_OF_LEASE = 4
+_MIN_RENEW_S = 0.01
 
 
 class ClientSession(Session):
@@ -120,6 +122,7 @@ class ClientSession(Session):
             raise LocalProtocolError("all stream ids of this session are used up", fix="Connect anew")
         self._send(request, transfer_id)
         self._book.add(transfer)
+        transfer.until = due
         self._book.schedule(transfer, due)
         return transfer_id
 
@@ -321,6 +324,9 @@ class ClientSession(Session):
                 if self._awaits_answer(transfer) and isinstance(transfer.request, Offer | Reserve):
                     check_grant(self.pools, transfer.request, message)
                     self._book.hear(transfer, Step.GRANT)
+                    if transfer.kind is TransferKind.PUSH:
+                        transfer.renew_s = max(message.lease_s / _RENEWALS_OF_LEASE, _MIN_RENEW_S)
+                        self._book.schedule(transfer, now + transfer.renew_s)
                     events.append(Granted(transfer.transfer_id, message))
             case Published() if transfer.kind is TransferKind.PULL:
                 if self._awaits_answer(transfer):
@@ -377,12 +383,23 @@ class ClientSession(Session):
             )
             self._stop_for(transfer, error, now)
             events.append(Refused(transfer.transfer_id, error))
+        elif transfer.state is TransferState.GRANTED:
+            self._renew(transfer, now)
         elif transfer.state is TransferState.ENDED:
             # No acknowledgement yet: an end, or the acknowledgement, may be lost. Repeating is harmless.
             if self._may_repeat(transfer):
                 self._say_ends(transfer, now)
             else:
                 self._book.schedule(transfer, now + self._retry_s)
+
+    def _renew(self, transfer: Transfer, now: float) -> None:
+        """Keep what was granted, for as long as the push was given time: its next layer may still be computed."""
+        if now >= transfer.until:
+            return
+        if self._may_repeat(transfer):
+            self._send(Renew(), transfer.transfer_id)
+            transfer.said_in = self._outbox.batch
+        self._book.schedule(transfer, now + transfer.renew_s)
 
     def _say_ends(self, transfer: Transfer, now: float) -> None:
         """Say what ends the transfer, whole, and again unless it is acknowledged."""

@@ -81,6 +81,7 @@ class MessageType(IntEnum):
     PUBLISHED = 0xF7
     RESERVE = 0xF8
     COMMIT = 0xF9
+    RENEW = 0xFA
 
 
 class Capability(IntFlag):

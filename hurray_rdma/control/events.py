@@ -23,6 +23,7 @@ __all__ = [
     "Event",
     "Fetched",
     "Granted",
+    "LeaseRenewed",
     "Offered",
     "PoolAnnounced",
     "PoolRemoved",
@@ -181,6 +182,13 @@ class AbortRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseRenewed:
+    """Server: the client goes on with its push; the pages that it was granted stay its own for another lease."""
+
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quiesced:
     """Server: nothing will be written or read for this transfer any more; its pages may go back."""
 
@@ -217,6 +225,7 @@ Event: TypeAlias = (
     | Committed
     | Acknowledged
     | AbortRequested
+    | LeaseRenewed
     | Quiesced
     | TransferFailed
 )

@@ -1,4 +1,4 @@
-"""The private messages about a session and about the end of a transfer as values: SESSION, ABORT, QUIET.
+"""The private messages about a session and about the life of a transfer as values: SESSION, ABORT, QUIET, RENEW.
 
 This module knows what these messages may say, and checks it when one is made; so do, for the others, pools.py (POOL)
 and offers.py (OFFER, FETCH, RESERVE and what answers them). It knows neither bytes nor order.
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hurray_rdma.control.checks import MAX_NAME_CHARS, U32_MAX, at_most, between, seconds
 
-__all__ = ["MAX_QUIET_SESSIONS", "Abort", "Quiet", "SessionMessage"]
+__all__ = ["MAX_QUIET_SESSIONS", "Abort", "Quiet", "Renew", "SessionMessage"]
 
 _MAX_TOKEN_CHARS = 4096
 _MAX_HOST_ID_NBYTES = 256
@@ -72,3 +72,8 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Quiet:
     """QUIET (0xF5), from the client: nothing of this transfer is in flight any more, nor will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """RENEW (0xFA), from the client: this push goes on, however long its next layer takes."""

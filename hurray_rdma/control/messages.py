@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hurray_rdma.control.codes import Capability
-from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Quiet, Renew, SessionMessage
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import ProtocolError
@@ -172,5 +172,6 @@ Message: TypeAlias = (
     | Commit
     | Abort
     | Quiet
+    | Renew
     | Malformed
 )

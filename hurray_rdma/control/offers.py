@@ -113,6 +113,12 @@ class SnapshotFields:
         if not self.num_descriptors:
             raise DescriptorError("a snapshot needs at least one descriptor", field="descriptors", value=b"")
 
+    @property
+    def nbytes(self) -> int:
+        """What its tables and descriptors take."""
+        tables = self.block_table.nbytes + self.seq_ptr.nbytes + self.seq_lens.nbytes + self.page_keys.nbytes
+        return len(self.descriptors) + tables
+
     def _check_page_keys(self) -> None:
         keys = self.page_keys
         if keys.ndim != 2 or keys.dtype != np.uint8 or keys.shape[1] > _MAX_PAGE_KEY_NBYTES:

@@ -1,4 +1,4 @@
-"""Payloads of the private messages 0xF0..0xF9: MessagePack arrays of a fixed schema.
+"""Payloads of the private messages 0xF0..0xFA: MessagePack arrays of a fixed schema.
 
 This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
 (types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The length of
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +19,7 @@ import numpy as np
 
 from hurray_rdma.control.checks import Uint8Array, Uint32Array
 from hurray_rdma.control.codes import ErrorCode, MessageType
-from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS, Abort, Quiet, SessionMessage
+from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS, Abort, Quiet, Renew, SessionMessage
 from hurray_rdma.control.messages import Message
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields
 from hurray_rdma.control.pools import (
@@ -245,10 +246,11 @@ def _decode_abort(payload: memoryview) -> Message:
     return Abort(raw.code, raw.reason)
 
 
-def _decode_quiet(payload: memoryview) -> Message:
+def _decode_nothing(message: Quiet | Renew, payload: memoryview) -> Message:
     if len(payload):
-        raise ProtocolError(f"QUIET carries nothing, but its payload has {len(payload)} bytes")
-    return Quiet()
+        name = type(message).__name__.upper()
+        raise ProtocolError(f"{name} carries nothing, but its payload has {len(payload)} bytes")
+    return message
 
 
 def _checked(decode: Callable[[memoryview], Message]) -> Callable[[memoryview], Message]:
@@ -271,11 +273,12 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
     MessageType.OFFER: _checked(_decode_offer),
     MessageType.GRANT: _checked(_decode_grant),
     MessageType.ABORT: _checked(_decode_abort),
-    MessageType.QUIET: _checked(_decode_quiet),
+    MessageType.QUIET: _checked(partial(_decode_nothing, Quiet())),
     MessageType.FETCH: _checked(_decode_fetch),
     MessageType.PUBLISHED: _checked(_decode_published),
     MessageType.RESERVE: _checked(_decode_reserve),
     MessageType.COMMIT: _checked(_decode_commit),
+    MessageType.RENEW: _checked(partial(_decode_nothing, Renew())),
 }
 """Payload decoder of each private message type; each raises :class:`ProtocolError` and nothing else."""
 
@@ -344,6 +347,7 @@ PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes 
     Grant: (MessageType.GRANT, lambda m: [_encode_grant(m)]),
     Abort: (MessageType.ABORT, lambda m: [_ENCODER.encode((int(m.code), m.reason))]),
     Quiet: (MessageType.QUIET, lambda _: []),
+    Renew: (MessageType.RENEW, lambda _: []),
     Fetch: (MessageType.FETCH, lambda m: [_encode_fetch(m)]),
     Published: (MessageType.PUBLISHED, lambda m: [_encode_published(m)]),
     Reserve: (MessageType.RESERVE, lambda m: [_encode_reserve(m)]),

@@ -19,13 +19,14 @@ from hurray_rdma.control.events import (
     DescriptorEnded,
     Event,
     Fetched,
+    LeaseRenewed,
     Offered,
     Quiesced,
     Reserved,
     TensorData,
     TransferFailed,
 )
-from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Quiet, Renew, SessionMessage
 from hurray_rdma.control.messages import (
     ClientHello,
     ErrorMessage,
@@ -46,6 +47,8 @@ from hurray_rdma.errors import AuthenticationError, HurrayError, ProtocolError
 __all__ = ["ServerSession"]
 
 _REQUESTS = {TransferKind.PUSH: Offer, TransferKind.PULL: Fetch, TransferKind.RESERVATION: Reserve}
+_OPEN_MESSAGES = 4
+"""The tables of all open transfers together may take as much as so many messages of the greatest length."""
 
 
 class ServerSession(Session):
@@ -61,6 +64,7 @@ class ServerSession(Session):
         self.worker_address = b""
         """The UCX worker address that the client was told, from SessionOpened on."""
         self._client_hello: ClientHello | None = None
+        self._max_open_nbytes = _OPEN_MESSAGES * config.max_message_nbytes
 
     # Calls of the engine.
 
@@ -242,7 +246,7 @@ class ServerSession(Session):
             self._hear_request(stream_id, message, events)
         elif isinstance(message, Malformed):
             self._reply(self._error_message(message.error), stream_id)
-        elif stream_id >= self._book.next_id and not isinstance(message, Abort | Quiet | ErrorMessage):
+        elif stream_id >= self._book.next_id and not isinstance(message, Abort | Quiet | Renew | ErrorMessage):
             error = ProtocolError("no transfer owns this stream", field="stream_id", value=stream_id)
             self._reply(self._error_message(error), stream_id)
 
@@ -257,6 +261,13 @@ class ServerSession(Session):
             )
         elif self._book.num_open >= self.config.max_open_transfers:
             error = PeerBusyError(f"{self._book.num_open} transfers are open, as many as this session may have")
+        elif self._book.num_open and self._book.open_nbytes + transfer.nbytes > self._max_open_nbytes:
+            error = PeerBusyError(
+                f"with the tables of open transfers it is above {self._max_open_nbytes} bytes",
+                field="nbytes of the offer",
+                value=transfer.nbytes,
+                fix="Wait until some of those transfers have ended",
+            )
         if error is not None:
             self._reply(self._error_message(error), transfer_id)
             return
@@ -285,6 +296,9 @@ class ServerSession(Session):
                 self._hear_abort(transfer, code, text, now, events)
             case Quiet(), None:
                 self._hear_quiet(transfer, events)
+            case Renew(), None if transfer.kind is TransferKind.PUSH:
+                if self._book.hear(transfer, Step.RENEW):
+                    events.append(LeaseRenewed(transfer.transfer_id))
             case TensorDataMessage(), int(index) if transfer.kind is TransferKind.PUSH:
                 self._hear_data(transfer, index, message, events)
             case _:

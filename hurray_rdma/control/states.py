@@ -6,8 +6,8 @@ way is a row of it.
 
 A transfer, seen from either side::
 
-    OFFERED --GRANT--> GRANTED --(DATA, END)--> GRANTED --LAST_END--> ENDED --ACKNOWLEDGE--> DONE
-       |                  |                                             |
+    OFFERED --GRANT--> GRANTED --(DATA, END, RENEW)--> GRANTED --LAST_END--> ENDED --ACKNOWLEDGE--> DONE
+       |                  |                                                    |
        +--REFUSE--> REFUSED    any of the three --ABORT--> STOPPING --QUIET--> STOPPED
 
 All kinds walk the same way. In a pull PUBLISHED is the GRANT and the reader's END is the LAST_END, and what is said
@@ -72,6 +72,7 @@ class Step(Enum):
     ACKNOWLEDGE = auto()
     ABORT = auto()
     QUIET = auto()
+    RENEW = auto()
 
 
 OPEN_STATES = frozenset(
@@ -89,6 +90,7 @@ TRANSFER_STEPS: dict[TransferState, dict[Step, TransferState]] = {
     TransferState.GRANTED: {
         Step.DATA: TransferState.GRANTED,
         Step.END: TransferState.GRANTED,
+        Step.RENEW: TransferState.GRANTED,
         Step.LAST_END: TransferState.ENDED,
         Step.REFUSE: TransferState.STOPPING,
         Step.ABORT: TransferState.STOPPING,
@@ -109,7 +111,7 @@ TRANSFER_STEPS: dict[TransferState, dict[Step, TransferState]] = {
 HARMLESS_STEPS: dict[TransferState, frozenset[Step]] = {
     TransferState.OFFERED: frozenset(),
     TransferState.GRANTED: frozenset({Step.GRANT}),
-    TransferState.ENDED: frozenset({Step.GRANT, Step.DATA, Step.END, Step.LAST_END}),
+    TransferState.ENDED: frozenset({Step.GRANT, Step.DATA, Step.END, Step.LAST_END, Step.RENEW}),
     TransferState.STOPPING: frozenset(Step) - {Step.QUIET},
     TransferState.DONE: frozenset(Step),
     TransferState.REFUSED: frozenset(Step),

@@ -8,6 +8,7 @@ remembered for a while, so that late messages are told from wrong ones.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ class Transfer:
     """How many of its streams end: one for each descriptor of a push, one of a pull, none of a reservation."""
     request: Request | None = None
     """What opened it, while it is open."""
+    nbytes: int = 0
+    """What is kept of the request's tables, while it is open."""
     state: TransferState = TransferState.OFFERED
     granted: bool = False
     ended: bytearray = field(init=False)
@@ -48,6 +51,10 @@ class Transfer:
     commit: tuple[bytes | memoryview, ...] = ()
     """Client: the COMMIT of a reservation in its frame, to be repeated until ACKNOWLEDGE."""
     due: float | None = None
+    until: float = math.inf
+    """Client: the end of the time that it was given."""
+    renew_s: float = 0.0
+    """Client: how often a lease of what was granted is to be renewed."""
     said_in: int = -1
     """The batch of what is to be sent that has what was said last: ABORT, or the ends, or COMMIT."""
 
@@ -63,7 +70,7 @@ class Transfer:
         """The transfer that this request opens."""
         match request:
             case Offer():
-                return cls(transfer_id, TransferKind.PUSH, request.num_descriptors, request)
+                return cls(transfer_id, TransferKind.PUSH, request.num_descriptors, request, nbytes=request.nbytes)
             case Fetch():
                 return cls(transfer_id, TransferKind.PULL, 1, request)
             case Reserve():
@@ -102,6 +109,8 @@ class TransferBook:
         self._timers: list[tuple[float, int]] = []
         self.next_id = FIRST_TRANSFER_ID
         """Lowest stream_id that no transfer has owned yet."""
+        self.open_nbytes = 0
+        """What the tables of open transfers take."""
 
     @property
     def num_open(self) -> int:
@@ -114,6 +123,7 @@ class TransferBook:
     def add(self, transfer: Transfer) -> None:
         insort(self._ids, transfer.transfer_id)
         self._by_id[transfer.transfer_id] = transfer
+        self.open_nbytes += transfer.nbytes
         self.next_id = max(self.next_id, transfer.last_stream_id + 1)
 
     def find(self, stream_id: int) -> tuple[Transfer, int | None] | None:
@@ -174,12 +184,15 @@ class TransferBook:
         return True
 
     def _move(self, transfer: Transfer, state: TransferState) -> None:
+        if state is transfer.state:
+            return
         transfer.state = state
         transfer.due = None
         if state is TransferState.GRANTED:
             transfer.granted = True
         if transfer.is_open:
             return
+        self.open_nbytes -= transfer.nbytes
         transfer.request = transfer.stop = None
         transfer.ended = bytearray()
         transfer.commit = ()

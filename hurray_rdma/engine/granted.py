@@ -122,6 +122,12 @@ class Granted:
         first, last = part.offer.heads
         part.whole.arrival.layer_ended(layer, num_heads=last - first)
 
+    def lease_renewed(self, link: Link, transfer_id: int) -> None:
+        """The sender goes on: its next layer may still be computed. Not beyond the time that it gave the transfer."""
+        part, now = self._parts.get((link, transfer_id)), self._loop.time()
+        if part is not None and now < part.offer.came + part.offer.offer.deadline_s:
+            part.heard = now
+
     def all_ended(self, link: Link, transfer_id: int) -> None:
         """A sender has done its part."""
         key = link, transfer_id

@@ -98,6 +98,8 @@ class WaitingOffers:
         self._offers: dict[tuple[Link, int], GoodOffer] = {}
         self._timers: dict[tuple[Link, int], asyncio.TimerHandle] = {}
         self._counts: Counter[Link] = Counter()
+        self.nbytes = 0
+        """Of their tables."""
         self._too_late = too_late
         self._loop = asyncio.get_running_loop()
 
@@ -111,6 +113,7 @@ class WaitingOffers:
     def append(self, offer: GoodOffer) -> None:
         """The last one."""
         self._counts[offer.link] += 1
+        self.nbytes += offer.offer.nbytes
         self._offers[offer.key] = offer
         self._timers[offer.key] = self._loop.call_later(offer.offer.deadline_s, self._due, offer)
 
@@ -120,8 +123,10 @@ class WaitingOffers:
 
     def remove(self, link: Link, transfer_id: int) -> bool:
         """Whether it was waiting; it is not any more."""
-        if self._offers.pop((link, transfer_id), None) is None:
+        offer = self._offers.pop((link, transfer_id), None)
+        if offer is None:
             return False
+        self.nbytes -= offer.offer.nbytes
         self._counts[link] -= 1
         if not self._counts[link]:
             del self._counts[link]

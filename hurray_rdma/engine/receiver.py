@@ -24,6 +24,7 @@ from hurray_rdma.control import (
     ErrorCode,
     Event,
     Grant,
+    LeaseRenewed,
     Offer,
     Offered,
     PeerBusyError,
@@ -64,6 +65,8 @@ _MAX_WAITING = 1024
 """Offers that may wait for pages; more are refused as busy."""
 _MAX_WAITING_OF_ONE = 256
 """Of one sender."""
+_MAX_WAITING_NBYTES = 256 << 20
+"""What the tables of waiting offers may take."""
 _MAX_UNTAKEN = 4096
 """Arrivals that the application has not taken: transfers without pages are bounded by nothing else."""
 
@@ -149,7 +152,7 @@ class Receiver:
             return
         try:
             await asyncio.to_thread(self.pool.renew)
-        except RegistrationError as error:
+        except (RegistrationError, DeadlineExceededError) as error:
             _log.warning("pages of pool %r stay in quarantine: %s", self.name, error)
             return
         for lease in left:
@@ -171,6 +174,8 @@ class Receiver:
                 self.granted.data(event, link)
             case DescriptorEnded(transfer_id=transfer_id, descriptor_index=index):
                 self.granted.descriptor_ended(link, transfer_id, index)
+            case LeaseRenewed(transfer_id=transfer_id):
+                self.granted.lease_renewed(link, transfer_id)
             case AllEnded(transfer_id=transfer_id):
                 self.granted.all_ended(link, transfer_id)
             case (
@@ -278,6 +283,9 @@ class Receiver:
                 return
             if len(self._waiting) >= _MAX_WAITING or self._waiting.of(link) >= _MAX_WAITING_OF_ONE:
                 raise PeerBusyError("offers wait for pages already", field="waiting", value=len(self._waiting))
+            if len(self._waiting) and self._waiting.nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
+                rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
+                raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
             if self._arrivals.qsize() >= _MAX_UNTAKEN:
                 raise PeerBusyError("arrivals are untaken", field="untaken", value=self._arrivals.qsize())
         except HurrayError as error:

@@ -186,7 +186,7 @@ async def aborted_by_receiver(pair: Pair) -> None:
 
 async def lease_ran_out(pair: Pair) -> None:
     with pytest.raises(HurrayError, match="lease"):
-        async with pair.peer.begin(snapshot_of(pair.source, [1, 2])) as transfer:
+        async with pair.peer.begin(snapshot_of(pair.source, [1, 2]), timeout_s=0.1) as transfer:
             await transfer._acknowledged
     await settled(pair.pool, 8, 0, 0)
 

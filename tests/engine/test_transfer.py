@@ -408,8 +408,8 @@ def test_every_way_to_leave_a_transfer_gives_the_pages_back() -> None:
                 await transfer.abort()
                 await settled(pool, free=8)
 
-                # The lease runs out while the application computes: the engine says QUIET for it.
-                transfer = peer.begin(snapshot)
+                # Its time, and then the lease, runs out while the application computes: the engine says QUIET for it.
+                transfer = peer.begin(snapshot, timeout_s=0.2)
                 await transfer.__aenter__()
                 await settled(pool, free=5)
                 await settled(pool, free=8)
@@ -428,6 +428,27 @@ def test_every_way_to_leave_a_transfer_gives_the_pages_back() -> None:
                 with pytest.raises(TransferAbortedError):
                     await transfer.send_layer(0)
                 taking.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_layer_may_be_computed_for_longer_than_the_lease() -> None:
+    async def run() -> None:
+        with PagePool.allocate(SPEC, 8) as pool, PagePool.allocate(SPEC, 8) as source:
+            snapshot = Snapshot.from_block_tables(source, [[1, 2, 3]], seq_lens=[12])
+            async with (
+                Engine(pool, listen="127.0.0.1:0", lease_s=0.2) as engine,
+                Engine(source) as sender,
+                sender.connect(engine.address) as peer,
+                peer.begin(snapshot, timeout_s=20) as transfer,
+            ):
+                arrival = await anext(engine.arrivals())
+                for layer in range(3):
+                    await asyncio.sleep(0.7)  # what computing takes
+                    await transfer.send_layer(layer)
+                await arrival.snapshot()
+                assert engine.stats().num_leases_expired == 0
+                arrival.release()
 
     asyncio.run(run())
 
