@@ -166,6 +166,31 @@ def test_offers_beyond_the_limit_are_refused_as_busy(
     assert pair.num_open("server") == 2
 
 
+def test_tables_of_open_offers_are_bounded_in_bytes(
+    make_config: Callable[..., SessionConfig], make_offer: MakeOffer
+) -> None:
+    pair = ConnectionPair(make_config(), make_config(max_message_nbytes=65536))
+    pair.settle()
+    pair.take("client")
+    # 60,000 bytes of block table each; four messages of the greatest length are 262,144.
+    large = make_offer(block_table=np.zeros(15_000, np.uint32), seq_ptr=[0, 15_000], seq_lens=[60_000])
+    ids = [pair.client.offer(large, now=0, timeout_s=9) for _ in range(5)]
+    pair.settle()
+    (event,) = pair.take("client")
+    assert isinstance(event, Refused)
+    assert event.transfer_id == ids[4]
+    assert isinstance(event.error, PeerBusyError)
+    assert "262144" in str(event.error)
+    pair.client.offer(make_offer(), now=0, timeout_s=9)  # there is room for a small one
+    pair.settle()
+    assert pair.take("client") == []
+    pair.server.refuse(ids[0], GeometryError("no"), now=0)
+    pair.client.offer(large, now=0, timeout_s=9)
+    pair.settle()
+    assert kinds(pair.take("client")) == [Refused]
+    assert pair.num_open("server") == 5
+
+
 def test_an_offer_above_the_peers_maximum_is_refused_here(
     make_config: Callable[..., SessionConfig], make_offer: MakeOffer
 ) -> None:
