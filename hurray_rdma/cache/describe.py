@@ -21,6 +21,7 @@ _MUST_EQUAL = (
     "head_dim",
     "page_size",
     "quantization",
+    "device_tag",
     "num_pages",
     "num_seqs",
     "total_tokens",

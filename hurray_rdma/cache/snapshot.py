@@ -162,7 +162,7 @@ class Snapshot:
             block_table_length=len(self.block_table),
             kv_role=_ROLES[role],
             layer_index=layer,
-            device_tag=DeviceTag.CPU if self.pool.device == "cpu" else DeviceTag.CUDA,
+            device_tag=DeviceTag.of_device(self.pool.device),
             alignment=_ALIGNMENT_NBYTES,
             quantization=_quantization(spec),
         )

@@ -9,6 +9,7 @@ from hurray_rdma.control.channel import Channel, EventHandler, open_channel
 from hurray_rdma.control.client import ClientSession
 from hurray_rdma.control.codes import (
     Capability,
+    DeviceUnavailableError,
     ErrorCode,
     LocalProtocolError,
     MessageType,
@@ -67,6 +68,7 @@ __all__ = [
     "ClientSession",
     "Committed",
     "DescriptorEnded",
+    "DeviceUnavailableError",
     "ErrorCode",
     "Event",
     "EventHandler",

@@ -26,6 +26,7 @@ from hurray_rdma.errors import (
 
 __all__ = [
     "Capability",
+    "DeviceUnavailableError",
     "ErrorCode",
     "LocalProtocolError",
     "MessageType",
@@ -41,6 +42,10 @@ _MAX_PEER_TEXT_CHARS = 2000
 
 class LocalProtocolError(HurrayError, RuntimeError):
     """This side asked a session for something its state does not allow; nothing was sent."""
+
+
+class DeviceUnavailableError(GeometryError):
+    """Pages are in memory of a kind of device that one of the two sides cannot move bytes into or out of."""
 
 
 class NotPublishedError(HurrayError, LookupError):
@@ -122,6 +127,7 @@ class ErrorCode(IntEnum):
 
 _KINDS: dict[ErrorCode, type[HurrayError]] = {
     ErrorCode.UNKNOWN_TENSOR: NotPublishedError,
+    ErrorCode.DEVICE_UNAVAILABLE: DeviceUnavailableError,
     ErrorCode.POOL_EXHAUSTED: PoolExhaustedError,
     ErrorCode.GEOMETRY: GeometryError,
     ErrorCode.STALE_GENERATION: StaleGenerationError,

@@ -57,7 +57,7 @@ class SessionConfig:
     dialects: tuple[str, ...] = ("adr-024", "hurray-0.2")
     """In order of preference."""
     devices: tuple[int, ...] = (0,)
-    """device_tag values whose memory this side can serve."""
+    """device_tag values of the memory that this side can move bytes into and out of, its own and the peer's."""
     memory_classes: tuple[int, ...] = (0,)
     capabilities: Capability = Capability.RDMA_DATA_PLANE
     max_message_nbytes: int = 64 * 1024 * 1024
@@ -131,7 +131,7 @@ class PeerInfo:
     dialect: str
     """The dialect both sides agreed on."""
     devices: tuple[int, ...]
-    """device_tag values both sides can serve; told, and nothing rests on it yet: descriptors name their own device."""
+    """device_tag values that the peer's HELLO named. Who moves the bytes must name both ends' devices."""
     capabilities: Capability
     """Capabilities both sides have; told, and nothing rests on it yet: without RDMA there is no lane, and frames go."""
     max_message_nbytes: int

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hurray_rdma.control.checks import MAX_NAME_CHARS, U32_MAX, U64_MAX, at_most, between
 from hurray_rdma.errors import GeometryError
+from hurray_rdma.format import DeviceTag
 
 __all__ = ["MAX_LAYERS", "MAX_REGIONS", "MAX_ROLES", "MAX_SEGMENTS", "Pool", "PoolRegion", "PoolSegment"]
 
@@ -57,6 +58,7 @@ class Pool:
     Raises:
         ConfigError, GeometryError: a number is out of range, a segment is not in its region, or there are more than
             4096 layers, 16 roles, 12288 regions or 12288 segments.
+        DescriptorError: ``device`` names none.
     """
 
     pool_id: int
@@ -83,6 +85,7 @@ class Pool:
     """Element type of the scales, one for each page slot; None is unquantised."""
     zero_points: bool = False
     device: str = "cpu"
+    """Where all its regions are: ``"cpu"``, or a device of the announcing side such as ``"cuda:0"``."""
     regions: tuple[PoolRegion, ...] = ()
     segments: tuple[PoolSegment, ...] = ()
     """For each layer, for each role, for each part, in this order."""
@@ -105,6 +108,7 @@ class Pool:
         for name, limit in _LIMITS.items():
             if len(getattr(self, name)) > limit:
                 raise GeometryError(f"must be at most {limit}", field=f"len({name})", value=len(getattr(self, name)))
+        DeviceTag.of_device(self.device)
         for index, segment in enumerate(self.segments):
             self._check_segment(index, segment)
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 import hmac
 
 from hurray_rdma.control.answers import check_commit, check_reserved
-from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError, error_code
+from hurray_rdma.control.codes import (
+    DeviceUnavailableError,
+    ErrorCode,
+    LocalProtocolError,
+    PeerBusyError,
+    error_code,
+)
 from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
 from hurray_rdma.control.events import (
     AbortRequested,
@@ -217,20 +223,18 @@ class ServerSession(Session):
                 code=ErrorCode.LAYOUT_UNAVAILABLE,
                 fix="Set a dialect that both sides have",
             )
-        devices = tuple(tag for tag in self.config.devices if tag in hello.devices)
-        if not devices:
-            raise ProtocolError(
-                f"this side serves memory of device tags {self.config.devices}, the peer of {hello.devices[:8]}: "
+        if not set(self.config.devices) & set(hello.devices):
+            raise DeviceUnavailableError(
+                f"this side moves memory of device tags {self.config.devices}, the peer of {hello.devices[:8]}: "
                 "none is common",
-                code=ErrorCode.DEVICE_UNAVAILABLE,
-                fix="Connect engines whose pools are on devices of one kind",
+                fix="Compare the devices that UCX has on the two sides: `ucx_info -d`",
             )
         tag, self._dialect = common[0]
         answer = ServerHello(
             max_message_nbytes=self.config.max_message_nbytes,
             capabilities=self.config.capabilities & hello.capabilities,
             layouts=((tag, b""), PRIVATE_LAYOUT),
-            devices=devices,
+            devices=self.config.devices,
             memory_classes=tuple(c for c in self.config.memory_classes if c in hello.memory_classes),
         )
         self._send(answer, SESSION_STREAM_ID)

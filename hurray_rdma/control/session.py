@@ -267,7 +267,7 @@ class Session(ABC):
             quiet_sessions=session.quiet_sessions,
             tenant=tenant,
             dialect=self._dialect,
-            devices=tuple(tag for tag in self.config.devices if tag in hello.devices),
+            devices=hello.devices,
             capabilities=self.config.capabilities & hello.capabilities,
             max_message_nbytes=hello.max_message_nbytes,
             heartbeat_s=session.heartbeat_s,

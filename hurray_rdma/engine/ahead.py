@@ -207,7 +207,7 @@ class AheadGrants:
         """The peer's pool, and which of its pages make up the snapshot; None if it cannot be sent this way."""
         spec = snapshot.pool.spec
         try:
-            remote = self._route.pool_for(spec, pool)
+            remote = self._route.pool_for(spec, pool, device=snapshot.pool.device)
             dest = remote.layout.spec
             if not remote.memories or spec.heads != dest.heads:
                 return None

@@ -6,6 +6,7 @@ format, each other, the tables beside them and the receiver's pool.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import astuple
 
 from hurray_rdma.cache import (
@@ -19,9 +20,16 @@ from hurray_rdma.cache import (
     spec_from,
     spec_of,
 )
-from hurray_rdma.control import Pool, PoolRegion, PoolSegment, Published, SnapshotFields
+from hurray_rdma.control import (
+    DeviceUnavailableError,
+    Pool,
+    PoolRegion,
+    PoolSegment,
+    Published,
+    SnapshotFields,
+)
 from hurray_rdma.errors import ConfigError, GeometryError
-from hurray_rdma.format import Dialect, check_transferable, decode, encode_marked, iter_descriptors
+from hurray_rdma.format import DeviceTag, Dialect, check_transferable, decode, encode_marked, iter_descriptors
 from hurray_rdma.plan import PageMap, check_pair, map_pages
 from hurray_rdma.transport import Context
 
@@ -33,6 +41,7 @@ __all__ = [
     "check_snapshot",
     "page_map_of",
     "pages_nbytes",
+    "same_kind",
     "same_tensors",
 ]
 
@@ -75,6 +84,11 @@ def check_context(pool: PagePool, context: Context) -> None:
         raise ConfigError(
             "the pool was made with another UCX context", field="context", value=context, fix="Pass the pool's own"
         )
+
+
+def same_kind(device: str, other: str) -> bool:
+    """Whether two devices are of one kind: ``"cuda:0"`` and ``"cuda:1"``."""
+    return DeviceTag.of_device(device) is DeviceTag.of_device(other)
 
 
 def pages_nbytes(spec: CacheSpec) -> int:
@@ -128,11 +142,20 @@ def page_map_of(snapshot: Snapshot, dest: CacheSpec) -> PageMap:
     )
 
 
-def check_snapshot(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect) -> tuple[CacheSpec, PageMap]:
+def check_snapshot(
+    told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect, devices: Collection[int]
+) -> tuple[CacheSpec, PageMap]:
     """The peer's cache as its descriptors describe it, and its pages in terms of a pool like ``dest``.
+
+    Args:
+        told: what the peer says of the snapshot.
+        dest: the pool that takes its pages.
+        dialect: the session's.
+        devices: device tags that the peer has named.
 
     Raises:
         DescriptorError: a descriptor breaks a rule of the format, or is of another dialect than the session's.
+        DeviceUnavailableError: the pages are in memory of a device that it has not named.
         GeometryError: descriptors, tables and pool do not fit together.
     """
     first = decode(told.descriptors, dialect=dialect)
@@ -155,6 +178,10 @@ def check_snapshot(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect) -
             check_transferable(descriptor)
         source = spec_of(descriptors, order=order, head_offset=told.head_offset, total_heads=total_heads)
     check_pair(source, dest)
+    if first.device_tag not in devices:
+        raise DeviceUnavailableError(
+            f"the peer named the device tags {sorted(devices)}", field="device_tag", value=first.device_tag
+        )
     total_tokens = int(told.seq_lens.sum(dtype="uint64"))
     for name, described, given in (
         ("num_seqs", first.num_seqs, len(told.seq_lens)),
@@ -174,7 +201,7 @@ def check_snapshot(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect) -
     return source, page_map
 
 
-def check_published(told: Published, source: PoolLayout, dest: CacheSpec, *, dialect: Dialect) -> PageMap:
+def check_published(told: Published, source: PoolLayout, dest: CacheSpec, *, dialect: Dialect, device: str) -> PageMap:
     """The pages of a published snapshot in terms of a pool like ``dest``.
 
     Args:
@@ -182,11 +209,12 @@ def check_published(told: Published, source: PoolLayout, dest: CacheSpec, *, dia
         source: the pool that it is said to be in, as the peer announced it.
         dest: of this side.
         dialect: the session's.
+        device: of that pool.
 
     Raises:
         DescriptorError, GeometryError: as of `check_snapshot`, or the descriptors are not of that pool.
     """
-    spec, page_map = check_snapshot(told, dest, dialect=dialect)
+    spec, page_map = check_snapshot(told, dest, dialect=dialect, devices={DeviceTag.of_device(device)})
     for name in ("page_size", "num_heads", "order"):
         if getattr(spec, name) != getattr(source.spec, name):
             raise GeometryError(

@@ -264,9 +264,9 @@ class Connection:
     def dialect(self) -> Dialect:
         return Dialect(self._peer_info().dialect)
 
-    def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
+    def pool_for(self, spec: CacheSpec, name: str | None, *, device: str) -> RemotePool:
         self._require_pools()
-        return self._pools.pool_for(spec, name)
+        return self._pools.pool_for(spec, name, device=device)
 
     def pool_by_id(self, pool_id: int) -> RemotePool | None:
         return self._pools.by_id(pool_id)

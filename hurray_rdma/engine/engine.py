@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, PagePool, PoolGroups, Snapshot
-from hurray_rdma.control import SessionConfig, Tls, parse_address
+from hurray_rdma.control import DeviceUnavailableError, SessionConfig, Tls, parse_address
 from hurray_rdma.engine.arrival import Arrival
-from hurray_rdma.engine.compat import check_context, same_tensors
+from hurray_rdma.engine.compat import check_context, same_kind, same_tensors
 from hurray_rdma.engine.connection import Surroundings
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.processes import process_id
@@ -23,6 +23,7 @@ from hurray_rdma.engine.reception import Reception
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import ConfigError, GeometryError
+from hurray_rdma.format import DeviceTag
 from hurray_rdma.transport import Context, Worker
 
 __all__ = ["Engine"]
@@ -306,18 +307,24 @@ class Engine:
         """
         return self._receiving().publishing.unpublish(key)
 
-    def _pool_for(self, spec: CacheSpec) -> PagePool:
-        """The own pool that takes pages of a cache."""
+    def _pool_for(self, spec: CacheSpec, device: str) -> PagePool:
+        """The own pool that takes pages of a cache on a device."""
         pools = list(self._own_pools.values())
-        if len(pools) == 1:
-            return pools[0]
-        for pool in pools:
-            if same_tensors(pool.spec, spec):
+        fitting = pools if len(pools) == 1 else [pool for pool in pools if same_tensors(pool.spec, spec)]
+        if not fitting:
+            raise GeometryError(
+                f"this engine has pools with layers {[pool.spec.layer_indices for pool in pools]}",
+                field="layers",
+                value=spec.layer_indices,
+            )
+        for pool in fitting:
+            if same_kind(pool.device, device):
                 return pool
-        raise GeometryError(
-            f"this engine has pools with layers {[pool.spec.layer_indices for pool in pools]}",
-            field="layers",
-            value=spec.layer_indices,
+        raise DeviceUnavailableError(
+            f"this engine's pools for those layers are on {[pool.device for pool in fitting]}",
+            field="device of the peer's pool",
+            value=device,
+            fix="Pages go to another kind of device only where that is asked for: fetch(..., into=pool)",
         )
 
     def stats(self) -> EngineStats:
@@ -346,6 +353,7 @@ class Engine:
             host_id=self._context.memory_domain,
             process_id=process_id(),
             worker_address=b"",
+            devices=tuple(DeviceTag[kind.upper()] for kind in self._context.device_kinds),
             hello_timeout_s=self._timeout_s,
             heartbeat_s=self._peer_timeout_s / _HEARTBEATS_LOST,
             peer_timeout_s=self._peer_timeout_s,

@@ -83,8 +83,8 @@ class Route(Protocol):
     def dialect(self) -> Dialect:
         """The dialect of the session's descriptors."""
 
-    def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
-        """The peer's pool that is to take pages of ``spec``."""
+    def pool_for(self, spec: CacheSpec, name: str | None, *, device: str) -> RemotePool:
+        """The peer's pool that is to take pages of ``spec`` from a device."""
 
     def pool_by_id(self, pool_id: int) -> RemotePool | None:
         """The peer's pool of that number."""

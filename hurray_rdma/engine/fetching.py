@@ -63,7 +63,7 @@ class Fetching(Exchange[Published]):
 
     Args:
         connect, key, timeout_s, tally: as of `Exchange`.
-        into: the pool that is to take pages of a cache, or the very pages.
+        into: the pool that is to take pages of a cache from the peer's device, or the very pages.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Fetching(Exchange[Published]):
         connect: Callable[[float], Awaitable[Route]],
         key: str,
         *,
-        into: Callable[[CacheSpec], PagePool] | Placement,
+        into: Callable[[CacheSpec, str], PagePool] | Placement,
         timeout_s: float,
         tally: Tally,
     ) -> None:
@@ -125,9 +125,11 @@ class Fetching(Exchange[Published]):
         if remote is None or remote.pool.generation != published.generation:
             raise StaleGenerationError(f"pool {published.pool_id} of the peer was registered anew meanwhile")
         self._remote = remote
-        pool = self._into.pool if isinstance(self._into, Placement) else self._into(remote.layout.spec)
+        pool = self._into.pool if isinstance(self._into, Placement) else self._into(remote.layout.spec, remote.pool.device)
         check_pair(remote.layout.spec, pool.spec)
-        page_map = check_published(published, remote.layout, pool.spec, dialect=self._route.dialect())
+        page_map = check_published(
+            published, remote.layout, pool.spec, dialect=self._route.dialect(), device=remote.pool.device
+        )
         page_keys = None
         if isinstance(self._into, Placement):
             page_ids, found = self._into.pages_for(page_map)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
-from hurray_rdma.errors import ProtocolError, TransportError
+from hurray_rdma.control import DeviceUnavailableError
+from hurray_rdma.errors import ProtocolError
 from hurray_rdma.plan import Move, PageMap, TransferPlan, pack, packed_nbytes, unpack
 from hurray_rdma.transport import copy_local
 
@@ -33,7 +34,7 @@ class Packer:
         zero_tails: as of `plan.pack`.
 
     Raises:
-        TransportError: the pages are not in host memory.
+        DeviceUnavailableError: the pages are not in host memory.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Unpacker:
         page_ids: the granted pages that travel, in the grant's order, uint32 ``[num_pages]``.
 
     Raises:
-        TransportError: the pool is not in host memory.
+        DeviceUnavailableError: the pool is not in host memory.
     """
 
     def __init__(self, source: CacheSpec, pool: PagePool, page_ids: NDArray[np.uint32]) -> None:
@@ -127,7 +128,7 @@ def _copy(src: int, dst: int, move: Move) -> int:
 
 def _check_host(pool: PagePool) -> None:
     if pool.device != "cpu":
-        raise TransportError(
+        raise DeviceUnavailableError(
             "UCX reaches no lane to this peer, and the control channel carries host memory only",
             field="device",
             value=pool.device,

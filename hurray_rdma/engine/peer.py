@@ -39,7 +39,7 @@ class Peer:
         address: str,
         *,
         surroundings: Surroundings,
-        pool_for: Callable[[CacheSpec], PagePool],
+        pool_for: Callable[[CacheSpec, str], PagePool],
         timeout_s: float,
         on_closed: Callable[[Peer], None],
     ) -> None:
@@ -176,7 +176,8 @@ class Peer:
             snapshot: its pages must stay as they are until this returns; leases of them last at least as long.
             key: a name for the peer's application; None makes one. Senders that hold slices of the heads of one
                 snapshot use the same key: their offers become one arrival.
-            pool: the peer's pool of that name (`Engine.add_pool`); None is the first that has the same layers.
+            pool: the peer's pool of that name (`Engine.add_pool`), on whatever device; None is the first that has the
+                same layers, on the same kind of device.
             page_keys: a key of its content for each table entry, uint8 ``[len(block_table), key_nbytes]``, as
                 `hurray_rdma.cache.snapshot_keys` makes them; pages that the peer holds under the same key are not sent.
             zero_tails: slots past the valid tokens of a page arrive as zeros; else they are undefined. For transfers
@@ -264,8 +265,8 @@ class Peer:
 
         Args:
             key: as of `Engine.publish`.
-            into: the pool that takes the pages, of the engine's context; None is the engine's own. Or the very
-                pages, chosen by the caller: a `Placement`.
+            into: the pool that takes the pages, of the engine's context, on whatever device; None is the engine's own,
+                on the same kind of device as the pages are. Or the very pages, chosen by the caller: a `Placement`.
             timeout_s: budget for everything, the wait for free pages included; None is the engine's.
 
         Raises:
@@ -321,5 +322,5 @@ class Peer:
         return self._connection
 
 
-def _pool_or_pages(into: PagePool | Placement) -> Callable[[CacheSpec], PagePool] | Placement:
-    return into if isinstance(into, Placement) else lambda _: into
+def _pool_or_pages(into: PagePool | Placement) -> Callable[[CacheSpec, str], PagePool] | Placement:
+    return into if isinstance(into, Placement) else lambda *_: into

@@ -311,7 +311,8 @@ class Receiver:
             raise RegistrationError("the receiving pool is closed")
         if offer.generation != self.generation:
             raise self._stale(offer)
-        source, page_map = check_snapshot(offer, self.pool.spec, dialect=Dialect(link.peer.dialect))
+        peer = link.peer
+        source, page_map = check_snapshot(offer, self.pool.spec, dialect=Dialect(peer.dialect), devices=peer.devices)
         if self.pool.allocator.never_fits(page_map.num_pages):
             raise PoolExhaustedError(
                 f"is above all {self.pool.num_pages} pages of the receiving pool: it never fits",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hurray_rdma.cache import CacheSpec, PoolLayout
-from hurray_rdma.control import Pool
-from hurray_rdma.engine.compat import announced_layout, same_tensors
+from hurray_rdma.control import DeviceUnavailableError, Pool
+from hurray_rdma.engine.compat import announced_layout, same_kind, same_tensors
 from hurray_rdma.engine.exchange import RemotePool
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.tally import Tally
@@ -78,10 +78,11 @@ class RemotePools:
         """In the order of their numbers."""
         return [remote for pool_id in sorted(self._announced) if (remote := self.by_id(pool_id)) is not None]
 
-    def pool_for(self, spec: CacheSpec, name: str | None) -> RemotePool:
-        """The one that is to take pages of ``spec``.
+    def pool_for(self, spec: CacheSpec, name: str | None, *, device: str) -> RemotePool:
+        """The one that is to take pages of ``spec`` from a device; only by its name one on another kind of device.
 
         Raises:
+            DeviceUnavailableError: there are some, on other kinds of devices.
             GeometryError: none has that name, or those layers and roles.
         """
         pools = self.all()
@@ -93,15 +94,22 @@ class RemotePools:
             raise GeometryError(
                 f"the receiving side has pools {names}", field="pool", value=name, fix="It may add one: Engine.add_pool"
             )
-        if len(pools) == 1:
-            return pools[0]
-        for remote in pools:
-            if same_tensors(remote.layout.spec, spec):
+        fitting = pools if len(pools) == 1 else [each for each in pools if same_tensors(each.layout.spec, spec)]
+        if not fitting:
+            raise GeometryError(
+                f"the receiving side has pools with layers {[remote.layout.spec.layer_indices for remote in pools]}",
+                field="layers",
+                value=spec.layer_indices,
+            )
+        for remote in fitting:
+            if same_kind(remote.pool.device, device):
                 return remote
-        raise GeometryError(
-            f"the receiving side has pools with layers {[remote.layout.spec.layer_indices for remote in pools]}",
-            field="layers",
-            value=spec.layer_indices,
+        first = fitting[0].pool
+        raise DeviceUnavailableError(
+            f"the receiving side's pools for these layers are on {[remote.pool.device for remote in fitting]}",
+            field="device of the snapshot",
+            value=device,
+            fix=f"Pages go to another kind of device only where that is asked for: pool={first.name or 'default'!r}",
         )
 
     def warn_if_slow(self, *, same_host: bool) -> None:

@@ -126,7 +126,7 @@ class Transfer(Exchange[Grant]):
 
     async def _offer(self) -> None:
         snapshot, spec = self._snapshot, self._snapshot.pool.spec
-        remote = self._remote = self._route.pool_for(spec, self._pool_name)
+        remote = self._remote = self._route.pool_for(spec, self._pool_name, device=snapshot.pool.device)
         dest = remote.layout
         check_pair(spec, dest.spec)
         session = self._route.session

@@ -63,6 +63,24 @@ class DeviceTag(IntEnum):
     LEVEL_ZERO = 7
     OPENCL = 8
 
+    @property
+    def wire_name(self) -> str:
+        """Lower-case name: ``cpu``, ``cuda`` ..."""
+        return self.name.lower()
+
+    @classmethod
+    def of_device(cls, device: str) -> DeviceTag:
+        """The tag of ``"cpu"``, or of a device with a number: ``"cuda:0"``.
+
+        Raises:
+            DescriptorError: it names none.
+        """
+        kind, colon, index = device.partition(":")
+        for tag in cls:
+            if tag.wire_name == kind and bool(colon) == (tag is not cls.CPU) and index.isdecimal() == bool(colon):
+                return tag
+        raise DescriptorError("must be 'cpu', or a device with its number, as 'cuda:0'", field="device", value=device)
+
 
 class MemoryClass(IntEnum):
     """What kind of memory of the device it is. 0xF0..0xFE are private, legal with private devices only."""

@@ -54,6 +54,9 @@ class Context:
         defaults = {name: value for name, value in _DEFAULT_OPTIONS.items() if f"UCX_{name}" not in os.environ}
         self._bound = BoundContext(defaults | self.options)
         self._pid = os.getpid()
+        seen = native.memory_types(self._bound.handle)
+        self.device_kinds: tuple[str, ...] = ("cpu", "cuda") if native.CUDA in seen else ("cpu",)
+        """Kinds of devices whose memory UCX moves: CUDA where its transports and a driver with a GPU are there."""
         self.memory_domain = _memory_domain(self._bound.handle)
         """The same for two processes that UCX lets move bytes through the memory of this host, else different."""
 

@@ -14,7 +14,14 @@ from hurray_rdma.control import (
     SessionOpened,
     encode,
 )
-from hurray_rdma.control.codes import Capability, ErrorCode, LocalProtocolError, MessageType
+from hurray_rdma.control.codes import (
+    Capability,
+    DeviceUnavailableError,
+    ErrorCode,
+    LocalProtocolError,
+    MessageType,
+    error_code,
+)
 from hurray_rdma.control.exchange import SessionMessage
 from hurray_rdma.control.framing import FrameDecoder
 from hurray_rdma.control.messages import ClientHello, ErrorMessage, Message, Ping, ServerHello
@@ -100,8 +107,17 @@ def test_nothing_in_common_ends_both_sides(
     pair = ConnectionPair(make_config(**client), make_config(**server))
     pair.settle()
     for error in (closing_error(pair.take("client")), closing_error(pair.take("server"))):
-        assert isinstance(error, ProtocolError)
-        assert error.code == code
+        assert isinstance(error, ProtocolError | DeviceUnavailableError)
+        assert error_code(error) == code
+
+
+def test_each_side_hears_what_devices_the_other_has(make_config: MakeConfig) -> None:
+    pair = ConnectionPair(make_config(devices=(0,)), make_config(devices=(1, 0)))
+    pair.settle()
+    assert pair.client.peer is not None
+    assert pair.server.peer is not None
+    assert pair.client.peer.devices == (1, 0)
+    assert pair.server.peer.devices == (0,)
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", "righ", "right "])

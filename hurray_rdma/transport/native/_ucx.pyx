@@ -300,6 +300,14 @@ def context_info(uintptr_t context):
         free(text)
 
 
+def memory_types(uintptr_t context):
+    """The memory types that the context can move (``ucp_context_query``): `HOST`, `CUDA`, `CUDA_MANAGED` and others."""
+    cdef ucp_context_attr_t attr
+    attr.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES
+    check("ucp_context_query", ucp_context_query(<ucp_context_h>context, &attr))
+    return frozenset(bit for bit in range(64) if attr.memory_types >> bit & 1)
+
+
 def drain(uintptr_t worker):
     """``ucp_worker_progress`` until nothing is left to do, or for as often as empties any queue of one peer: what had
     reached this process before is where it belongs then."""

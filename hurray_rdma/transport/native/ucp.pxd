@@ -35,6 +35,8 @@ cdef extern from "ucp/api/ucp.h" nogil:
         UCP_MEM_ATTR_FIELD_LENGTH
         UCP_MEM_ATTR_FIELD_MEM_TYPE
 
+        UCP_ATTR_FIELD_MEMORY_TYPES
+
         UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
         UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE
         UCP_EP_PARAM_FIELD_ERR_HANDLER
@@ -83,6 +85,11 @@ cdef extern from "ucp/api/ucp.h" nogil:
     ucs_status_t ucp_rkey_ptr(ucp_rkey_h rkey, uint64_t remote_address, void **address)
     void ucp_rkey_destroy(ucp_rkey_h rkey)
 
+    ctypedef struct ucp_context_attr_t:
+        uint64_t field_mask
+        uint64_t memory_types
+
+    ucs_status_t ucp_context_query(ucp_context_h context, ucp_context_attr_t *attr)
     void ucp_ep_print_info(ucp_ep_h ep, FILE *stream)
     void ucp_context_print_info(ucp_context_h context, FILE *stream)
     unsigned ucp_worker_progress(ucp_worker_h worker)
