@@ -125,7 +125,9 @@ class Fetching(Exchange[Published]):
         if remote is None or remote.pool.generation != published.generation:
             raise StaleGenerationError(f"pool {published.pool_id} of the peer was registered anew meanwhile")
         self._remote = remote
-        pool = self._into.pool if isinstance(self._into, Placement) else self._into(remote.layout.spec, remote.pool.device)
+        pool = (
+            self._into.pool if isinstance(self._into, Placement) else self._into(remote.layout.spec, remote.pool.device)
+        )
         check_pair(remote.layout.spec, pool.spec)
         page_map = check_published(
             published, remote.layout, pool.spec, dialect=self._route.dialect(), device=remote.pool.device
