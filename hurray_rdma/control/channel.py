@@ -59,6 +59,7 @@ class Channel(asyncio.BufferedProtocol):
         self._linger: asyncio.TimerHandle | None = None
         self._heard_end = False
         self._shutting = False
+        self._delivering = False
         self._failure: Exception | None = None
         self._lost: asyncio.Future[None] = self._loop.create_future()
 
@@ -125,18 +126,20 @@ class Channel(asyncio.BufferedProtocol):
                     self._failure = later  # The first is its context.
 
     def _deliver(self, events: list[Event]) -> None:
+        self._delivering = True
         try:
             for event in events:
                 self._on_event(event)
         finally:
+            self._delivering = False
             self.notify()
 
     # Bytes out.
 
     def notify(self) -> None:
         """Send what the session has to send, as far as the peer keeps up; call after each call of the session."""
-        if self._shutting or self._transport is None:
-            return
+        if self._shutting or self._transport is None or self._delivering:
+            return  # What is said in answer to events goes out at their end, together.
         if self._room is None:
             self._write(self._transport, self.session.parts_to_send())
         if self.session.is_closed:

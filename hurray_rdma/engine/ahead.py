@@ -213,6 +213,8 @@ class AheadGrants:
                 return None
             if len(snapshot.block_table) * pages_nbytes(spec) > _MAX_NBYTES:
                 return None
+            if not self._held(remote) and time.monotonic() < self._ask_from.get(remote.pool.pool_id, 0.0):
+                return None  # as most receivers grant nothing ahead, nothing more is spent on it
             check_pair(spec, dest)
             return remote, page_map_of(snapshot, dest)
         except HurrayError:

@@ -269,15 +269,13 @@ class Exchange(ABC, Generic[Answer]):
         return late
 
     async def _wait(self, future: asyncio.Future[_T], what: str) -> _T:
-        try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            if future.done():
-                return future.result()
+        # Unlike `wait_for` this leaves the future alone, whatever becomes of the wait.
+        await asyncio.wait((future,), timeout=self._deadline - time.monotonic())
+        if not future.done():
             raise DeadlineExceededError(
                 f"{what} for {self._key!r} did not come in time", field="timeout_s", value=self._timeout_s
-            ) from None
+            )
+        return future.result()
 
     async def _give_up(self, reason: str) -> None:
         """Stops posting, waits for what is in flight, tells the peer: ABORT, then QUIET if it is quiet. Idempotent."""

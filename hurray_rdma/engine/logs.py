@@ -12,7 +12,7 @@ import logging
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["FACTS", "EngineLog", "JsonFormatter", "printable"]
 
@@ -67,13 +67,15 @@ class EngineLog(logging.LoggerAdapter[logging.Logger]):
         key: str | None = None,
         pool: str | None = None,
     ) -> None:
-        facts = {"peer": peer, "transfer": transfer, "key": key, "pool": pool}
-        self._facts = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        super().__init__(logger, self._facts)
+        super().__init__(logger, {"peer": peer, "transfer": transfer, "key": key, "pool": pool})
 
     def bind(self, **facts: Any) -> EngineLog:
         """The same logger with more facts, or others in their place; as of the class."""
         return EngineLog(self.logger, **{**self._facts, **facts})
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", self.extra)
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """As of `logging.Logger`, but for the message, which is `printable`."""
@@ -84,7 +86,9 @@ class EngineLog(logging.LoggerAdapter[logging.Logger]):
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Adds the facts to what the caller has in ``extra``."""
-        return msg, {**kwargs, "extra": {**kwargs.get("extra", {}), **self._facts}}
+        # Made fit to print here, since most loggers are made for a transfer that has nothing to report.
+        facts = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in self._facts.items()}
+        return msg, {**kwargs, "extra": {**kwargs.get("extra", {}), **facts}}
 
 
 class JsonFormatter(logging.Formatter):
