@@ -7,9 +7,9 @@ from typing import Literal
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
 
-__all__ = ["BLOWS", "KINDS", "MESSAGES", "ONLY_BY_RDMA", "ONLY_IN_FRAMES"]
+__all__ = ["BLOWS", "KINDS", "MESSAGES", "ONLY_AHEAD", "ONLY_BY_RDMA", "ONLY_IN_FRAMES"]
 
-Carrier = Literal["send", "fetch", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
+Carrier = Literal["send", "whole", "ahead", "fetch", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
 """What makes a message of some kind come by."""
 
 _C, _S = Direction.TO_CLIENT, Direction.TO_SERVER
@@ -24,6 +24,8 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_S, MessageType.TENSOR_DATA): "send",
     (_S, MessageType.TENSOR_DATA_END): "send",
     (_C, MessageType.TENSOR_PUT_ACK): "send",
+    (_S, MessageType.RESERVE): "whole",
+    (_S, MessageType.COMMIT): "ahead",
     (_S, MessageType.ABORT): "sender aborts",
     (_C, MessageType.ABORT): "receiver aborts",
     (_S, MessageType.QUIET): "sender aborts",
@@ -42,6 +44,9 @@ ONLY_IN_FRAMES = {MessageType.TENSOR_DATA}
 
 ONLY_BY_RDMA = {MessageType.FETCH, MessageType.PUBLISHED}
 """Pass where they do not."""
+
+ONLY_AHEAD = {MessageType.RESERVE, MessageType.COMMIT}
+"""Pass where the receiver grants pages ahead to all of its senders."""
 
 BLOWS: dict[str, float] = {
     "SIGKILL of a sender": 0.5,

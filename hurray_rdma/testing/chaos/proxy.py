@@ -123,15 +123,15 @@ async def _carry(
 async def _do(step: Step, writer: asyncio.StreamWriter, timers: list[asyncio.TimerHandle]) -> None:
     match step:
         case Forward(data):
-            writer.write(data)
+            _write(writer, data)
         case Later(seconds, data):
-            timers.append(asyncio.get_running_loop().call_later(seconds, _write_late, writer, data))
+            timers.append(asyncio.get_running_loop().call_later(seconds, _write, writer, data))
         case Pause(seconds):
             await asyncio.sleep(seconds)
         case Close():
             raise _CutError("a rule ends the connection")
 
 
-def _write_late(writer: asyncio.StreamWriter, data: bytes) -> None:
+def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
     if not writer.transport.is_closing():
         writer.write(data)

@@ -118,7 +118,7 @@ class _Scene:
                 ReceiverSettings,
                 num_pages=cast.receiver_pages,
                 listen="127.0.0.1:0",
-                ahead_pages=cast.receiver_pages // 2 if self._plan.index % 2 else 0,  # in every other scene
+                ahead_pages=cast.ahead_pages,
             )
             self.receivers.append(ReceiverSeat(f"receiver{number}", self._folder, self._log, receiving))
         await together(*(seat.sit() for seat in self.receivers))
@@ -223,6 +223,8 @@ class _Scene:
         """Sends, and has the fault happen to it; returns when all sends have ended: whether it came about."""
         struck, rule = self.senders[episode.struck], None
         await together(*(self._published(sender, send) for sender, send in episode.sends if send.how == "fetch"))
+        if episode.ahead:
+            await self._probe_all()
         if episode.spoil is not None:
             spoil = episode.spoil
             rule = struck.proxy.arm(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
-from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES, ONLY_BY_RDMA, ONLY_IN_FRAMES
+from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES, ONLY_AHEAD, ONLY_BY_RDMA, ONLY_IN_FRAMES
 from hurray_rdma.testing.chaos.recipe import Receipt, Recipe
 from hurray_rdma.testing.chaos.words import How, Lane, Send, Size
 
@@ -28,6 +28,8 @@ SEND_S = 2.0
 """Budget of each send."""
 
 _SPOILED_SHARE = 0.6
+_ASKED_PAGES = 8
+"""What the engine asks for ahead, after a send of no more pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,13 @@ class Cast:
     num_senders: int
     """Sender i sends to receiver ``i % num_receivers``."""
     receiver_pages: int
+    usual_pages: int
+    """Those that are not there to be granted ahead to all; a send has half as many at most."""
     sender_pages: int
+    ahead_pages: int
+    """What each receiver grants ahead."""
+    ahead_for_all: bool
+    """That is enough for each of its senders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class Episode:
     blow: Blow | None = None
     cut_before: bool = False
     """The connection is cut first, so that a handshake comes by."""
+    ahead: bool = False
+    """Every sender has sent before, so that it holds pages granted ahead, if it was granted any."""
     all_succeed: bool = False
     """The fault is one that no send may fail of."""
 
@@ -104,16 +114,24 @@ def draw_scene(seed: int, index: int, *, num_episodes: int) -> ScenePlan:
     """
     dice = random.Random(f"{seed}/{index}")
     num_receivers = dice.choice((1, 1, 2))
-    receiver_pages = dice.randint(8, 20)
+    num_senders = dice.randint(num_receivers, 4 - num_receivers)
+    usual_pages = dice.randint(8, 20)
     lane: Lane = dice.choices(("mapped", "cma", "tcp", "frames"), (4, 3, 2, 1))[0]
     size: Size = dice.choice(("small", "large"))
+    # None are granted ahead, or some that not all senders get and that others need, or so many that all get some.
+    ahead_for_all = lane != "frames" and dice.random() < 0.5
+    ahead_pages = 2 * _ASKED_PAGES * num_senders if ahead_for_all else dice.choice((0, usual_pages // 2))
+    receiver_pages = usual_pages + (ahead_pages if ahead_for_all else 0)
     cast = Cast(
         lane=lane,
         size="small" if lane == "frames" else size,  # a busy machine is too slow for large ones
         num_receivers=num_receivers,
-        num_senders=dice.randint(num_receivers, 4 - num_receivers),
+        num_senders=num_senders,
         receiver_pages=receiver_pages,
-        sender_pages=6 * receiver_pages,
+        usual_pages=usual_pages,
+        sender_pages=max(6 * usual_pages, usual_pages + 2 * receiver_pages),
+        ahead_pages=ahead_pages,
+        ahead_for_all=ahead_for_all,
     )
     drawer = _Drawer(dice, cast)
     return ScenePlan(seed, index, cast, tuple(drawer.episode(number) for number in range(num_episodes)))
@@ -146,7 +164,7 @@ class _Drawer:
         timeout_s: float = SEND_S,
     ) -> Send:
         self._count += 1
-        count = self._dice.randint(1, self._cast.receiver_pages // 2) if num_pages is None else num_pages
+        count = self._dice.randint(1, self._cast.usual_pages // 2) if num_pages is None else num_pages
         recipe = Recipe(f"{self._name}.{self._count}", self._dice.getrandbits(32), count, receipt, hold_s)
         return Send(recipe, how, pause_s, timeout_s)
 
@@ -155,7 +173,9 @@ class _Drawer:
 
     def _spoiled(self, struck: int) -> Episode:
         dice = self._dice
-        never = ONLY_BY_RDMA if self._cast.lane == "frames" else ONLY_IN_FRAMES
+        never = set(ONLY_BY_RDMA if self._cast.lane == "frames" else ONLY_IN_FRAMES)
+        if not self._cast.ahead_for_all:
+            never |= ONLY_AHEAD
         passing = [each for each in MESSAGES if each[1] not in never]
         direction, kind = dice.choice(passing)
         carrier = MESSAGES[direction, kind]
@@ -179,12 +199,23 @@ class _Drawer:
                 send = self._send(num_pages=2 * self._cast.receiver_pages)
             case "fetch":
                 send = self._fetch()
+            case "ahead":
+                send = self._send(num_pages=dice.randint(1, _ASKED_PAGES))
+            case "whole":
+                send = self._send()
             case "slow":
                 send = self._send("layers", pause_s=pause_s)
             case _:
                 send = self._send(dice.choice(("whole", "layers")), pause_s=pause_s)
         label = f"{action.value} {kind.name} {direction.value}"
-        return Episode(label, struck, ((struck, send),), spoil=spoil, cut_before=carrier == "connect")
+        return Episode(
+            label,
+            struck,
+            ((struck, send),),
+            spoil=spoil,
+            cut_before=carrier == "connect",
+            ahead=carrier == "ahead",
+        )
 
     def _blown(self, kind: str, struck: int) -> Episode:
         dice = self._dice
@@ -233,7 +264,8 @@ class _Drawer:
             sends = [(struck, self._send(num_pages=self._cast.receiver_pages + 1)), (struck, self._send())]
         else:
             sends = [(struck, self._aborted(kind))]
-        return Episode(kind, struck, tuple(sends), blow=blow, all_succeed=all_succeed)
+        ahead = self._cast.ahead_pages > 0 and dice.random() < 0.5
+        return Episode(kind, struck, tuple(sends), blow=blow, ahead=ahead, all_succeed=all_succeed)
 
     def _aborted(self, kind: str) -> Send:
         short_s = round(self._dice.choice((0.0, self._dice.uniform(0, 0.003))), 5)
