@@ -195,7 +195,9 @@ class Channel(asyncio.BufferedProtocol):
         await self.wait_closed()
 
     def abort(self) -> None:
-        """Cut the connection at once; what was not sent is lost."""
+        """Cut the connection at once; what the network has not taken is lost."""
+        self._delivering = False
+        self.notify()
         if self._transport is not None:
             self._shutting = True
             self._transport.abort()

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
 from hurray_rdma import CacheSpec, Engine, PagePool
-from hurray_rdma.control import Fetch, PoolAnnounced, PoolsAnnounced, PublishedHeard, Refused, SessionClosed
+from hurray_rdma.control import (
+    Fetch,
+    PeerBusyError,
+    PoolAnnounced,
+    PoolsAnnounced,
+    PublishedHeard,
+    Refused,
+    SessionClosed,
+)
 from hurray_rdma.control.framing import encode_parts
+from hurray_rdma.engine import receiver
 from hurray_rdma.engine.compat import announcement
 from tests.engine.hands import shaken
-from tests.hazards.scenes import SPEC, counts, make_pool, run, settled, snapshot_of
+from tests.hazards.scenes import SPEC, connected, counts, make_pool, run, settled, snapshot_of
 
 SHORT = 64 * 1024
 """The least that a session may accept, bytes."""
@@ -47,6 +57,34 @@ def test_a_published_snapshot_too_long_for_its_reader_is_refused_and_leaves_no_l
                 await settled(pool, 512, 0, 0)
                 assert pool.allocator.accounts().num_leases == 0
                 assert sum(engine.stats().serve.failures.values()) == 4  # three refused, one who hung up
+
+    run(job())
+
+
+def test_tables_of_offers_that_wait_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 512) as pool, make_pool(SPEC, 512) as source:
+            small, large = snapshot_of(source, [1]), snapshot_of(source, list(range(400)))
+            bound = len(small.encode_descriptors()) + 64 + len(large.encode_descriptors()) + 1600
+            monkeypatch.setattr(receiver, "_MAX_WAITING_NBYTES", bound)
+            async with (
+                Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine,
+                connected(source, engine.address, timeout_s=10) as peer,
+            ):
+                with pool.allocator.lease(512):
+                    sending = [asyncio.create_task(peer.send(each)) for each in (small, large)]
+                    while engine.stats().num_waiting < 2:  # noqa: ASYNC110 - the sends' own deadline ends it
+                        await asyncio.sleep(0.005)
+                    with pytest.raises(PeerBusyError, match=f"{bound} bytes"):
+                        await peer.send(large)
+                await asyncio.gather(*sending)
+                for _ in range(2):
+                    arrival = await anext(engine.arrivals())
+                    await arrival.snapshot()
+                    arrival.release()
+                await peer.send(large)
+                (await anext(engine.arrivals())).release()
+                await settled(pool, 512, 0, 0)
 
     run(job())
 
