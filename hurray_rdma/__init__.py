@@ -10,21 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hurray_rdma.errors import (
-    AuthenticationError,
-    ConfigError,
-    DeadlineExceededError,
-    DescriptorError,
-    GeometryError,
-    HurrayError,
-    LeaseExpiredError,
-    PeerLostError,
-    PoolExhaustedError,
-    ProtocolError,
-    RegistrationError,
-    TransferAbortedError,
-    TransportError,
-)
+from hurray_rdma import errors as _errors
+from hurray_rdma.errors import *  # noqa: F403 - that room has the list of them
 
 if TYPE_CHECKING:
     from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
@@ -44,58 +31,31 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arrival",
-    "AuthenticationError",
     "CacheSpec",
-    "ConfigError",
-    "DeadlineExceededError",
-    "DescriptorError",
     "Engine",
     "EngineCollector",
     "EngineStats",
     "FetchedSnapshot",
-    "GeometryError",
-    "HurrayError",
-    "LeaseExpiredError",
     "NotPublishedError",
     "PagePool",
     "Peer",
-    "PeerLostError",
     "Placement",
-    "PoolExhaustedError",
-    "ProtocolError",
-    "RegistrationError",
     "Snapshot",
     "Tls",
     "Transfer",
-    "TransferAbortedError",
     "TransferStats",
-    "TransportError",
 ]
-
-_ROOMS = dict.fromkeys(("CacheSpec", "PagePool", "Snapshot"), "hurray_rdma.cache") | dict.fromkeys(
-    (
-        "Arrival",
-        "Engine",
-        "EngineCollector",
-        "EngineStats",
-        "FetchedSnapshot",
-        "NotPublishedError",
-        "Peer",
-        "Placement",
-        "Tls",
-        "Transfer",
-        "TransferStats",
-    ),
-    "hurray_rdma.engine",
-)
+__all__ += _errors.__all__
 
 
 def __getattr__(name: str) -> object:
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_ROOMS[name]), name)
-    globals()[name] = value
-    return value
+    if name in __all__:
+        for room in ("hurray_rdma.cache", "hurray_rdma.engine"):
+            module = importlib.import_module(room)
+            if name in module.__all__:
+                value = globals()[name] = getattr(module, name)
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -10,57 +10,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hurray_rdma import errors as _errors
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
 from hurray_rdma.engine import EngineStats, FetchedSnapshot, NotPublishedError, Placement, Tls, TransferStats
-from hurray_rdma.engine.sync import Arrival, Engine, Peer, Transfer
-from hurray_rdma.errors import (
-    AuthenticationError,
-    ConfigError,
-    DeadlineExceededError,
-    DescriptorError,
-    GeometryError,
-    HurrayError,
-    LeaseExpiredError,
-    PeerLostError,
-    PoolExhaustedError,
-    ProtocolError,
-    RegistrationError,
-    TransferAbortedError,
-    TransportError,
-)
+from hurray_rdma.engine import sync as _sync
+from hurray_rdma.engine.sync import *  # noqa: F403 - the classes that block
+from hurray_rdma.errors import *  # noqa: F403 - that room has the list of them
 
 if TYPE_CHECKING:
     from hurray_rdma.engine import EngineCollector
 
 __all__ = [
-    "Arrival",
-    "AuthenticationError",
     "CacheSpec",
-    "ConfigError",
-    "DeadlineExceededError",
-    "DescriptorError",
-    "Engine",
     "EngineCollector",
     "EngineStats",
     "FetchedSnapshot",
-    "GeometryError",
-    "HurrayError",
-    "LeaseExpiredError",
     "NotPublishedError",
     "PagePool",
-    "Peer",
-    "PeerLostError",
     "Placement",
-    "PoolExhaustedError",
-    "ProtocolError",
-    "RegistrationError",
     "Snapshot",
     "Tls",
-    "Transfer",
-    "TransferAbortedError",
     "TransferStats",
-    "TransportError",
 ]
+__all__ += _sync.__all__
+__all__ += _errors.__all__
 
 
 def __getattr__(name: str) -> object:

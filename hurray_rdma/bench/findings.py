@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-
-import msgspec
 
 from hurray_rdma.bench.machine import MachineFacts
-from hurray_rdma.demo.report import write_json
 
-__all__ = ["Diagnosis", "Finding", "Verdict", "write_diagnosis"]
+__all__ = ["Diagnosis", "Finding", "Verdict"]
 
 
 class Verdict(StrEnum):
@@ -49,12 +45,3 @@ class Diagnosis:
     def well(self) -> bool:
         """True if nothing is slow or broken."""
         return all(each.verdict in (Verdict.OK, Verdict.NOTE) for each in self.findings)
-
-
-def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
-    """Writes the same as JSON, with the verdict on the whole.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_json({"well": diagnosis.well, **msgspec.to_builtins(diagnosis)}, path)

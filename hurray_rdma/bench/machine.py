@@ -6,9 +6,11 @@ import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import IPv6Address
+from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["MachineFacts", "choose_cores", "machine_facts", "read_text", "spare_core"]
+__all__ = ["MachineFacts", "choose_cores", "machine_facts", "own_addresses", "read_text", "spare_core"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,16 @@ def spare_core() -> int | None:
     """A core for somebody else than the two processes: the third, or the receiver's where there are two."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[min(2, len(cores) - 1)] if len(cores) >= 2 else None
+
+
+def own_addresses(*, ipv6: bool) -> list[str]:
+    """Addresses that other machines may know this one by: none of loopback's, none of one link's alone (proc(5))."""
+    if ipv6:
+        rows = [line.split() for line in read_text("/proc/net/if_inet6").splitlines()]
+        return [str(IPv6Address(int(digits, 16))) for digits, _, _, scope, *_ in rows if scope == "00"]
+    lines = read_text("/proc/net/fib_trie").splitlines()
+    found = [before.split()[-1] for before, line in pairwise(lines) if line.strip() == "/32 host LOCAL"]
+    return [each for each in dict.fromkeys(found) if not each.startswith("127.")]
 
 
 def read_text(path: str | Path) -> str:

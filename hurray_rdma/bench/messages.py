@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.bench.case import Case
+from hurray_rdma.engine import Tls
 from hurray_rdma.transport import RemoteRegion
 
 __all__ = [
@@ -96,6 +97,8 @@ class JoinCase:
     opened: Opened
     token: str | None = None
     """Shared secret of the engines."""
+    tls: Tls | None = None
+    """Certificates of the control channel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from hurray_rdma.bench.results import BenchReport, SweepRow
 from hurray_rdma.bench.sections import Step, cases_of
 from hurray_rdma.bench.sending import sending
 from hurray_rdma.demo import Supervisor
+from hurray_rdma.engine import Tls
 from hurray_rdma.errors import ConfigError
 
 __all__ = ["num_remote_steps", "run_remote"]
@@ -44,7 +45,9 @@ def num_remote_steps(config: BenchConfig) -> int:
     return steps + (each * len(config.latency.num_pages) if config.latency is not None else 0)
 
 
-def run_remote(config: BenchConfig, *, name: str, address: str, token: str | None, on_step: Step) -> BenchReport:
+def run_remote(
+    config: BenchConfig, *, name: str, address: str, token: str | None, tls: Tls | None, on_step: Step
+) -> BenchReport:
     """Runs the sweep and the latency of ``config`` against the receiver at ``address``.
 
     Args:
@@ -52,6 +55,7 @@ def run_remote(config: BenchConfig, *, name: str, address: str, token: str | Non
         name: of the settings, for the report.
         address: ``host:port`` of a `serve` with pools of the same page sizes.
         token: its token.
+        tls: certificates of the control channel; None is plain TCP.
         on_step: progress.
 
     Raises:
@@ -65,7 +69,7 @@ def run_remote(config: BenchConfig, *, name: str, address: str, token: str | Non
     told: dict[str, object] = {}
     with Supervisor(deadline_s=config.run.deadline_s) as supervisor:
         for lane in lanes:
-            sender = _Sender(supervisor, lane=lane, address=address, token=token)
+            sender = _Sender(supervisor, lane=lane, address=address, token=token, tls=tls)
             for case in (case for some in config.sweep if some.lane == lane for case in cases_of(some, config.run)):
                 rows += sections.sweep(sender, case, config.run, on_step)
             if lane == lanes[0] and config.latency is not None:
@@ -100,11 +104,11 @@ def _check(config: BenchConfig) -> None:
 class _Sender:
     """The sending process; what moves pages within it is measured beside it."""
 
-    def __init__(self, supervisor: Supervisor, *, lane: str, address: str, token: str | None) -> None:
+    def __init__(self, supervisor: Supervisor, *, lane: str, address: str, token: str | None, tls: Tls | None) -> None:
         self.lane = lane
         self.carried_by: dict[Party, str] = {}
         self._supervisor = supervisor
-        self._address, self._token = address, token
+        self._address, self._token, self._tls = address, token, tls
         cores = choose_cores()
         self._process = supervisor.start("sending", sending, lane, cores[0] if cores is not None else None)
 
@@ -113,7 +117,7 @@ class _Sender:
         opened = Opened(
             pid=0, address=self._address, caller_address="", worker_address=b"", caller_region=None, socket_port=0
         )
-        self._process.send(JoinCase(case, parties, opened, self._token))
+        self._process.send(JoinCase(case, parties, opened, self._token, self._tls))
         self.carried_by = self._supervisor.receive(self._process, Joined).lanes
         self._process.send(UsePages(np.arange(case.num_pages, dtype=np.uint32)))
         self._supervisor.receive(self._process, Used)

@@ -97,7 +97,7 @@ class _Sender:
         self._snapshot = snapshot_of(self._pool, case)
         published = Party.HURRAY_PULL in request.parties
         engine = self._engine = await self._open.enter_async_context(
-            Engine(self._pool, listen="127.0.0.1:0" if published else None, token=request.token)
+            Engine(self._pool, listen="127.0.0.1:0" if published else None, token=request.token, tls=request.tls)
         )
         if published:
             engine.publish(PUBLISHED, self._snapshot, lease_s=_LEASE_S)

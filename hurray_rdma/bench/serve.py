@@ -7,12 +7,15 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from hurray_rdma.bench.case import cache_spec
 from hurray_rdma.bench.child import context_of
 from hurray_rdma.bench.config import ServeConfig
+from hurray_rdma.bench.machine import own_addresses
 from hurray_rdma.cache import PoolGroups
-from hurray_rdma.engine import Arrival, Engine
+from hurray_rdma.control import Address, check_listen, parse_address
+from hurray_rdma.engine import Arrival, Engine, Tls
 from hurray_rdma.errors import HurrayError
 
 __all__ = ["Served", "Serving", "serve"]
@@ -26,7 +29,9 @@ class Serving:
     """The engine is up."""
 
     address: str
-    """``host:port``, the port filled in."""
+    """``host:port`` as it listens, the port filled in."""
+    reachable: tuple[str, ...]
+    """``host:port`` for senders: as it listens, or every address of this machine where it listens on all."""
     page_nbytes: tuple[int, ...]
     """Page sizes that it has a pool for."""
     pool_nbytes: int
@@ -54,20 +59,25 @@ async def serve(
     listen: str,
     lane: str,
     token: str | None,
+    tls: Tls | None,
     tell: Callable[[Serving | Served], None],
 ) -> Served:
     """Listens until SIGTERM or SIGINT; what arrived in all.
 
     Args:
         config: the pools.
-        listen: ``host:port``; beyond this host a token is needed.
+        listen: ``host:port``; beyond this host a token is needed, or `Tls.authority`.
         lane: UCX transports; empty leaves the choice to UCX.
         token: what senders must show.
+        tls: certificates of the control channel; None is plain TCP.
         tell: called once it listens, then at most once a second when something has arrived.
 
     Raises:
-        HurrayError: the pools cannot be made, or the address cannot be listened on.
+        ExposedError: the address would be open to everyone.
+        HurrayError: the address cannot be listened on, or the pools cannot be made.
     """
+    host, port = parse_address(listen)
+    await check_listen(host, port, token=token, ssl_context=tls.server_context() if tls is not None else None)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,14 +91,23 @@ async def serve(
         for pool in pools.values():
             for role, layer in pool.spec.tensors:
                 pool.pages(role, layer).fill(0)  # touched before anybody measures
-        async with Engine(pools, listen=listen, token=token) as engine:
-            tell(Serving(engine.address, tuple(spec.page_nbytes for spec, _ in groups.values()), nbytes))
+        async with Engine(pools, listen=listen, token=token, tls=tls) as engine:
+            sizes = tuple(spec.page_nbytes for spec, _ in groups.values())
+            tell(Serving(engine.address, _reachable(engine.address), sizes, nbytes))
             taking = _Taking(engine, tell)
             try:
                 await taking.run(stop)
             finally:
                 total = taking.total()
     return total
+
+
+def _reachable(address: str) -> tuple[str, ...]:
+    host, port = parse_address(address)
+    bound = ip_address(host)
+    if not bound.is_unspecified:
+        return (address,)
+    return tuple(str(Address(own, port)) for own in own_addresses(ipv6=bound.version == 6)) or (address,)
 
 
 class _Taking:

@@ -6,19 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from hurray_rdma.cli.output import JsonFile, Output
 from hurray_rdma.cli.progress import Bar
 from hurray_rdma.errors import ConfigError
 
 __all__ = ["demo"]
 
-_DEFAULT = "(default: demo.toml)"
-
 
 def demo(
     *,
-    layers: Annotated[int | None, typer.Option(help=f"Layers {_DEFAULT}.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers.")] = None,
     heads: Annotated[int | None, typer.Option(help="KV heads.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Elements per head.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens per page.")] = None,
@@ -30,7 +28,7 @@ def demo(
     shared_prefix: Annotated[int | None, typer.Option(help="Tokens of that prefix.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of lengths, page IDs and content.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Transfers, each compared and beside a memcpy.")] = None,
-    tls: Annotated[str | None, typer.Option(help="UCX transports, e.g. tcp; empty leaves the choice to UCX.")] = None,
+    lane: Annotated[str | None, typer.Option(help="UCX transports (UCX_TLS), e.g. tcp; else UCX chooses.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Time budget of the whole demo, seconds.")] = None,
     llm: Annotated[
         bool, typer.Option("--llm", help="Move a real language model's cache and continue its text.")
@@ -39,9 +37,13 @@ def demo(
         Path | None, typer.Option(help="GGUF file for --llm (default: what scripts/get-model got).")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file over the defaults of demo.toml.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the facts of the report to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
-    """Move a paged KV cache between two processes on this machine, and compare every token of it."""
+    """Move a paged KV cache between two processes on this machine, and compare every token of it.
+
+    Without options: 10 sequences in a cache of Llama-3-8B's shape, 1.5 GiB of memory, about ten seconds.
+    configs/demo.toml has all defaults.
+    """
     from hurray_rdma import demo as room  # noqa: PLC0415 - loads UCX
     from hurray_rdma.demo import report  # noqa: PLC0415
 
@@ -73,11 +75,11 @@ def demo(
                 "shared_prefix_tokens": shared_prefix,
                 "seed": seed,
             },
-            "run": {"rounds": rounds, "tls": tls, "deadline_s": deadline},
+            "run": {"rounds": rounds, "lane": lane, "deadline_s": deadline},
             "llm": {"page_size": page_size, "deadline_s": deadline},
         },
     )
-    report.check_json_path(json)
+    output = Output(json, wide=False)
     told: room.DemoReport | room.LlmReport
     try:
         with Bar(room.LLM_STEPS if llm else room.num_steps(settings)) as bar:
@@ -87,6 +89,5 @@ def demo(
                 told = room.run_demo(settings, on_step=bar.step)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    report.print_report(told, console=Console())
-    if json is not None:
-        report.write_json(told, json)
+    report.print_report(told, console=output.console)
+    output.write(told)

@@ -5,7 +5,6 @@ It reads the input and draws; what the bytes mean and which rule they break is s
 
 from __future__ import annotations
 
-import json as jsonlib
 import string
 import sys
 from pathlib import Path
@@ -13,17 +12,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hurray_rdma.cli.output import JsonFile, Output
 from hurray_rdma.errors import ConfigError
 from hurray_rdma.format import Annotation, annotate
 
 __all__ = ["inspect"]
 
 _SHOWN_NBYTES = 8
-_PIPED_WIDTH = 132
 _HEX = frozenset(string.hexdigits)
 _SEPARATORS = str.maketrans("", "", string.whitespace + ":_")
 
@@ -31,20 +29,20 @@ _SEPARATORS = str.maketrans("", "", string.whitespace + ":_")
 def inspect(
     source: Annotated[str, typer.Argument(metavar="FILE|-|HEX", help="A file, - for standard input, or hex digits.")],
     *,
-    json: Annotated[Path | None, typer.Option(help="Write the same facts to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
-    """Explain block-paged descriptors, or captured control messages, byte by byte; exit code 1 if a rule is broken."""
+    """Explain block-paged descriptors, or captured control messages, byte by byte.
+
+    Exit code 1 if a rule of the format is broken.
+    """
+    output = Output(json)
     annotations = annotate(_read(source), private_names=_private_names())
     if not annotations:
         raise ConfigError("there is nothing to inspect", field="source", value=source)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
     for annotation in annotations:
-        console.print(_table(annotation))
-        console.print(_verdict(annotation), soft_wrap=True)
-    if json is not None:
-        _write(json, annotations)
+        output.console.print(_table(annotation))
+        output.console.print(_verdict(annotation), soft_wrap=True)
+    output.write(_facts(annotations))
     if any(each.problem for each in annotations):
         raise typer.Exit(1)
 
@@ -110,8 +108,8 @@ def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-def _write(path: Path, annotations: list[Annotation]) -> None:
-    told: list[dict[str, Any]] = [
+def _facts(annotations: list[Annotation]) -> list[dict[str, Any]]:
+    return [
         {
             "kind": each.kind,
             "name": each.name,
@@ -132,7 +130,3 @@ def _write(path: Path, annotations: list[Annotation]) -> None:
         }
         for each in annotations
     ]
-    try:
-        path.write_text(jsonlib.dumps(told, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", field="json", value=str(path)) from error

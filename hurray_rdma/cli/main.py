@@ -29,17 +29,16 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="hurray-rdma",
-    help="Zero-copy transfer of paged LLM KV caches over UCX.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(demo)
-app.command()(bench)
-app.command()(inspect)
-app.command()(doctor)
-app.command()(serve)
+app.command(short_help="See it work: move a cache between two processes, compare it.")(demo)
+app.command(short_help="Is this machine fast? Lanes, limits, what mends them.")(doctor)
+app.command(short_help="Measure the engine beside memcpy and other engines.")(bench)
+app.command(short_help="Receive for bench --connect on another machine.")(serve)
+app.command(short_help="Explain descriptors and control messages byte by byte.")(inspect)
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,7 +54,10 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Zero-copy transfer of paged LLM KV caches over UCX."""
+    """Zero-copy transfer of paged LLM KV caches over UCX.
+
+    Begin with `hurray-rdma demo`.
+    """
 
 
 def main() -> None:

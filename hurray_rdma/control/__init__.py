@@ -45,7 +45,7 @@ from hurray_rdma.control.events import (
 )
 from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
-from hurray_rdma.control.listener import Listener, serve
+from hurray_rdma.control.listener import ExposedError, Listener, check_listen, serve
 from hurray_rdma.control.messages import Message
 from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve, SnapshotFields
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
@@ -72,6 +72,7 @@ __all__ = [
     "ErrorCode",
     "Event",
     "EventHandler",
+    "ExposedError",
     "Fetch",
     "Fetched",
     "FrameDecoder",
@@ -110,6 +111,7 @@ __all__ = [
     "TensorData",
     "Tls",
     "TransferFailed",
+    "check_listen",
     "encode",
     "error_code",
     "error_from_code",

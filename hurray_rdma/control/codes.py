@@ -156,8 +156,9 @@ def error_code(error: HurrayError) -> int:
 def error_from_code(code: int, text: str) -> HurrayError:
     """The typed error that an ERROR or ABORT message of the peer stands for.
 
-    Codes that stand for no other class become :class:`ProtocolError` with that ``code``. The peer's text
-    is cut to 2000 characters, and what cannot be printed is replaced, so that it is safe to log or to show.
+    Codes that stand for no other class become :class:`ProtocolError` with that ``code``, and are named: of the others
+    the class tells. The peer's text is cut to 2000 characters, and what cannot be printed is replaced, so that it is
+    safe to log or to show.
     """
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:_MAX_PEER_TEXT_CHARS])
     try:
@@ -167,4 +168,4 @@ def error_from_code(code: int, text: str) -> HurrayError:
     kind = _KINDS.get(known)
     if kind is None:
         return ProtocolError(f"the peer reports {known.name}: {shown}", code=code)
-    return kind(f"the peer reports {known.name}: {shown}")
+    return kind(f"the peer says: {shown}")

@@ -21,9 +21,13 @@ from hurray_rdma.control.events import Event, SessionClosed, SessionOpened
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["Listener", "serve"]
+__all__ = ["ExposedError", "Listener", "check_listen", "serve"]
 
 _log = logging.getLogger(__name__)
+
+
+class ExposedError(ConfigError):
+    """Whoever reaches the address could write into the pools."""
 
 
 class Listener:
@@ -56,9 +60,8 @@ class Listener:
         """Connections whose session is not open yet."""
         return len(self._unauthenticated)
 
-    async def _listen(self, hosts: list[str], port: int) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Door(self._accept), hosts, port)
+    async def _listen(self, address: Address, hosts: list[str]) -> None:
+        self._server = await _open(address, hosts, self._accept)
         self.addresses = tuple(Address(*s.getsockname()[:2]) for s in self._server.sockets)
 
     async def close(self) -> None:
@@ -172,22 +175,52 @@ async def serve(
         ConfigError: the address cannot be listened on, or would be open to everyone.
     """
     address = Address(host, port)
-    hosts = await _resolve(address)
-    asks_certificate = ssl_context is not None and ssl_context.verify_mode is ssl.CERT_REQUIRED
-    # Tenants' tokens alone keep nobody out: without one of the engine's own, who sends none is let in.
-    is_open = not (config.token or asks_certificate or allow_unauthenticated)
-    if is_open and not all(ip_address(h).is_loopback for h in hosts):
-        raise ConfigError(
-            "anyone who reaches this address could write into the pools: no token and no client certificates are set",
-            field="listen",
-            value=str(address),
-            fix="Set a token, ask for client certificates, listen on 127.0.0.1, or allow unauthenticated peers by name",
-        )
+    hosts = await _allowed_hosts(address, config.token, ssl_context, allow_unauthenticated=allow_unauthenticated)
     if config.token and ssl_context is None and not all(ip_address(h).is_loopback for h in hosts):
         _log.warning("tokens cross the network in clear to %s: nobody but TLS keeps them secret", address)
     listener = Listener(config, on_session, ssl_context, max_unauthenticated)
+    await listener._listen(address, hosts)
+    return listener
+
+
+async def check_listen(host: str, port: int, *, token: str | None, ssl_context: ssl.SSLContext | None = None) -> None:
+    """Whether `serve` would listen with these: for who has much to set up before it.
+
+    Args:
+        host, port, ssl_context: as of `serve`.
+        token: of its ``config``.
+
+    Raises:
+        ExposedError: the address would be open to everyone.
+        ConfigError: it cannot be listened on.
+    """
+    address = Address(host, port)
+    hosts = await _allowed_hosts(address, token, ssl_context, allow_unauthenticated=False)
+    server = await _open(address, hosts, asyncio.Transport.abort)
+    server.close()
+
+
+async def _allowed_hosts(
+    address: Address, token: str | None, ssl_context: ssl.SSLContext | None, *, allow_unauthenticated: bool
+) -> list[str]:
+    hosts = await _resolve(address)
+    asks_certificate = ssl_context is not None and ssl_context.verify_mode is ssl.CERT_REQUIRED
+    # Tenants' tokens alone keep nobody out: without one of the engine's own, who sends none is let in.
+    is_open = not (token or asks_certificate or allow_unauthenticated)
+    if is_open and not all(ip_address(h).is_loopback for h in hosts):
+        raise ExposedError(
+            "anyone who reaches this address could write into the pools: no token and no client certificates are set",
+            field="listen",
+            value=str(address),
+            fix="Set a token, ask for client certificates, listen on 127.0.0.1, or pass allow_unauthenticated=True",
+        )
+    return hosts[:1] if address.port == 0 else hosts
+
+
+async def _open(address: Address, hosts: list[str], accept: Callable[[asyncio.Transport], None]) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
     try:
-        await listener._listen(hosts[:1] if port == 0 else hosts, port)
+        return await loop.create_server(lambda: _Door(accept), hosts, address.port)
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         raise ConfigError(
@@ -196,7 +229,6 @@ async def serve(
             value=str(address),
             fix="Take another port, or 0 for any free one" if in_use else None,
         ) from error
-    return listener
 
 
 async def _resolve(address: Address) -> list[str]:

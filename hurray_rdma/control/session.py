@@ -145,7 +145,7 @@ class Session(ABC):
             rule = "the connection ended in the middle of a message: the peer, or something on the way, cut it"
         else:
             rule = "the peer closed the connection"
-        return PeerLostError(rule, fix="If that was not meant, its log says why; connect again once it runs")
+        return PeerLostError(rule, fix="If that was not meant, its log says why")
 
     def close(self, now: float) -> list[Event]:
         """End the session from this side. Idempotent."""
@@ -320,7 +320,7 @@ class Session(ABC):
         if now >= self._lost_due():
             silent_s = now - self._last_heard
             rule = f"nothing was heard from the peer for {silent_s:.2f} s, over {self.config.peer_timeout_s} s"
-            fix = "It is stuck or stopped, or the network between is down; connect again once it runs"
+            fix = "It is stuck or stopped, or the network between is down"
             self._close(PeerLostError(rule, fix=fix), events)
             return events
         if now >= self._ping_due():

@@ -69,7 +69,7 @@ class RunConfig(_Table, frozen=True):
 
     rounds: _Count
     """Transfers, each with a memcpy of the same pages and a comparison of every token."""
-    tls: str
+    lane: str
     """UCX transports (``UCX_TLS``); empty leaves the choice to UCX."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     """Time budget of the whole demo, seconds."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec
+from hurray_rdma.demo.batch import Batch
 from hurray_rdma.engine import TransferStats
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Compared",
     "Continued",
     "Copied",
+    "Drawn",
     "FirstToken",
     "Listening",
     "Prefilled",
@@ -45,6 +47,13 @@ class Listening:
 
     address: str
     """``host:port`` of its control channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Prefill: what will be sent. The supervisor draws nothing itself: its deadline holds for processes."""
+
+    batch: Batch
 
 
 @dataclass(frozen=True, slots=True)

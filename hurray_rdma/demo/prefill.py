@@ -13,7 +13,7 @@ from hurray_rdma.demo.batch import Batch, draw_batch
 from hurray_rdma.demo.child import Link
 from hurray_rdma.demo.config import DemoConfig
 from hurray_rdma.demo.content import Content
-from hurray_rdma.demo.messages import Command, Copied, Listening, Ready, Sent
+from hurray_rdma.demo.messages import Command, Copied, Drawn, Listening, Ready, Sent
 from hurray_rdma.engine import Engine
 from hurray_rdma.transport import default_context
 from hurray_rdma.transport.binding import native
@@ -25,6 +25,7 @@ async def prefill(link: Link, config: DemoConfig) -> None:
     """Life of the prefill process; ``link`` brings the receiver's address and then commands."""
     spec = cache_spec(config)
     batch = draw_batch(config.batch, page_size=spec.page_size)
+    link.send(Drawn(batch))
     context = default_context(ucx_options(config))
     with PagePool.allocate(spec, num_pages=batch.pool_pages, context=context) as pool:
         content = content_of(config, spec, batch)
@@ -67,7 +68,7 @@ def content_of(config: DemoConfig, spec: CacheSpec, batch: Batch) -> Content:
 
 def ucx_options(config: DemoConfig) -> dict[str, str] | None:
     """UCX configuration for `hurray_rdma.transport.default_context`; None leaves all to UCX."""
-    return {"TLS": config.run.tls} if config.run.tls else None
+    return {"TLS": config.run.lane} if config.run.lane else None
 
 
 class _Memcpy:

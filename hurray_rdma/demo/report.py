@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-from hurray_rdma.errors import ConfigError
 
 __all__ = [
     "DemoReport",
     "LlmReport",
     "PageIdRow",
     "Timing",
-    "check_json_path",
     "lane_warning",
     "print_report",
-    "write_json",
 ]
 
 _GIB = 2**30
@@ -136,10 +130,10 @@ def lane_warning(lane: str) -> str | None:
     if "emulated" in lane:
         return (
             f"SLOW LANE: {lane}. UCX has no one-sided transport between the two processes and copies every byte in "
-            "software. Check UCX_TLS and --tls; in a container allow ptrace (--cap-add SYS_PTRACE) and share /dev/shm."
+            "software. Check UCX_TLS and --lane; in a container allow ptrace (--cap-add SYS_PTRACE) and share /dev/shm."
         )
     if lane.partition("+")[0] == "tcp":
-        return f"SLOW LANE: {lane}. The bytes go through the network stack; on one host leave --tls and UCX_TLS unset."
+        return f"SLOW LANE: {lane}. The bytes go through the network stack; on one host leave --lane and UCX_TLS unset."
     return None
 
 
@@ -219,24 +213,6 @@ def _print_llm(report: LlmReport, console: Console) -> None:
     )
     console.print(Panel(facts, title="hurray_rdma demo --llm", title_align="left"))
     console.print(Text(report.prompt, style="dim") + Text(report.text, style="bold"), soft_wrap=True)
-
-
-def check_json_path(path: Path | None) -> None:
-    """Raises ConfigError where `write_json` would fail: better known before the run."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError("must be a file in a folder that exists", field="--json", value=str(path))
-
-
-def write_json(report: object, path: Path) -> None:
-    """Writes the facts of a report, a dataclass, as JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", field="--json", value=str(path)) from error
 
 
 def _facts() -> Table:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.demo.batch import Batch, draw_batch
+from hurray_rdma.demo.batch import Batch
 from hurray_rdma.demo.config import DemoConfig
 from hurray_rdma.demo.decode import decode
-from hurray_rdma.demo.messages import Command, Compared, Copied, Listening, Ready, Received, Sent
+from hurray_rdma.demo.messages import Command, Compared, Copied, Drawn, Listening, Ready, Received, Sent
 from hurray_rdma.demo.prefill import cache_spec, prefill
 from hurray_rdma.demo.report import DemoReport, PageIdRow, Timing
 from hurray_rdma.demo.supervisor import Supervisor
@@ -23,7 +23,7 @@ Step = Callable[[str], None]
 
 def num_steps(config: DemoConfig) -> int:
     """How often `run_demo` reports a step."""
-    return 1 + 3 * config.run.rounds
+    return 2 + 3 * config.run.rounds
 
 
 def run_demo(config: DemoConfig, *, on_step: Step) -> DemoReport:
@@ -37,16 +37,16 @@ def run_demo(config: DemoConfig, *, on_step: Step) -> DemoReport:
         HurrayError: a setting is wrong, a process failed or died, time is up, or bytes differ (MismatchError).
     """
     spec = cache_spec(config)
-    batch = draw_batch(config.batch, page_size=spec.page_size)
     sent: list[Sent] = []
     copied: list[Copied] = []
     compared_nbytes = 0
     with Supervisor(deadline_s=config.run.deadline_s) as supervisor:
-        on_step(
-            f"filling {len(batch.page_ids) * spec.page_nbytes * len(spec.tensors) / 2**20:,.0f} MiB of source pages"
-        )
+        on_step("drawing the batch")
         receiver = supervisor.start("decode", decode, config)
         sender = supervisor.start("prefill", prefill, config)
+        batch = supervisor.receive(sender, Drawn).batch
+        nbytes = len(batch.page_ids) * spec.page_nbytes * len(spec.tensors)
+        on_step(f"filling {nbytes / 2**20:,.0f} MiB of source pages")
         supervisor.receive(sender, Ready)
         sender.send(supervisor.receive(receiver, Listening))
         for number in range(1, config.run.rounds + 1):

@@ -56,6 +56,8 @@ __all__ = ["Connection", "Surroundings"]
 
 _log = logging.getLogger(__name__)
 
+_ANEW = "The next transfer connects anew"
+
 _NUM_MOVERS = 2
 """Threads of each connection that move pages: a peer that is stuck costs nobody else, a small transfer passes a large
 one."""
@@ -222,6 +224,11 @@ class Connection:
         return self._error is not None or self._closing is not None or self._forsaken or dead
 
     @property
+    def error(self) -> HurrayError | None:
+        """What ended the session; None if it has not ended, or was given up here."""
+        return self._error
+
+    @property
     def lanes(self) -> LaneReport | None:
         """The UCX lanes; None where there are none."""
         return self._endpoint.lanes if self._endpoint is not None else None
@@ -313,26 +320,34 @@ class Connection:
             case Acknowledged(transfer_id=transfer_id):
                 if transfer_id in self._exchanges:
                     self._exchanges[transfer_id].acknowledged()
-            case (
-                Refused(transfer_id=transfer_id, error=error)
-                | TransferFailed(transfer_id=transfer_id, error=error)
-                | AbortRequested(transfer_id=transfer_id, error=error)
-            ):
+            case Refused(transfer_id=transfer_id, error=error) | AbortRequested(transfer_id=transfer_id, error=error):
                 if transfer_id in self._exchanges:
                     self._exchanges[transfer_id].ended_by_peer(error)
+            case TransferFailed(transfer_id=transfer_id, error=error):
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].ended_by_peer(self._told(error))
             case SessionClosed(error=error):
                 self._hear_the_end(error)
             case _:
                 pass
 
     def _hear_the_end(self, error: HurrayError | None) -> None:
-        self._error = error or PeerLostError(f"the session with {self.address} was closed")
+        self._error = error or PeerLostError("the peer closed it")
         self._ready.set()
         self._surroundings.tally.disconnected(error)
         if error is not None:
             self.log.info("the session has ended: %s", error)
         if self._opened:
             self._on_lost(self)
+
+    def _told(self, error: HurrayError) -> HurrayError:
+        """The end of the session as who used it hears of it: whose it was, and what to do."""
+        if not isinstance(error, PeerLostError):
+            return error
+        fixes = [fix for fix in (error.fix, _ANEW if self._opened else None) if fix is not None]
+        told = PeerLostError(f"the session with {self.address} was lost: {error.rule}", fix=". ".join(fixes) or None)
+        told.__cause__ = error
+        return told
 
     def _require_pools(self) -> None:
         self._raise_if_lost()
@@ -349,9 +364,7 @@ class Connection:
         return info
 
     def _raise_if_lost(self) -> None:
-        if isinstance(self._error, PeerLostError):
-            raise PeerLostError(f"the session with {self.address} has ended: {self._error}") from self._error
         if self._error is not None:
-            raise self._error
+            raise self._told(self._error)
         if self._closing is not None:
             raise PeerLostError(f"the connection to {self.address} was closed here")

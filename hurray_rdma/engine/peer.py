@@ -99,7 +99,13 @@ class Peer:
                 if old is not None:
                     self._end(old)
                 await self._ended(deadline)
-                await self._reconnect(deadline)
+                try:
+                    await self._reconnect(deadline)
+                except PeerLostError as error:
+                    if old is None or old.error is None:
+                        raise
+                    rule = f"{error.rule}; the session before was lost: {old.error.rule}"
+                    raise PeerLostError(rule, fix=error.fix) from error
                 if old is not None:
                     self._surroundings.tally.reconnected()
             assert self._connection is not None

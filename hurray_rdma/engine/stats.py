@@ -1,7 +1,8 @@
 """What one transfer did, and what an engine has done, as values.
 
-Plain numbers, strings, tuples and dicts: ``json.dumps(dataclasses.asdict(stats))`` works. Knows nothing of who counts
-(`hurray_rdma.engine.tally`) nor of who exports (`hurray_rdma.engine.metrics`).
+Plain numbers, strings, tuples and dicts: ``json.dumps(dataclasses.asdict(stats))`` works, and ``print(engine.stats())``
+is a table for a person. Knows nothing of who counts (`hurray_rdma.engine.tally`) nor of who exports
+(`hurray_rdma.engine.metrics`).
 """
 
 from __future__ import annotations
@@ -154,3 +155,50 @@ class EngineStats:
     def direction(self, direction: Direction) -> DirectionStats:
         """The stats of one direction by its name."""
         return {"send": self.send, "receive": self.receive, "fetch": self.fetch, "serve": self.serve}[direction]
+
+    def __str__(self) -> str:
+        """What a person asks first: transfers by direction, pages, sessions; of what goes wrong only what did."""
+        flows = {name: self.direction(name) for name in DIRECTIONS}
+        header = ("", "transfers", "failed", "pages", "bytes", "mean time", "over")
+        rows = [header, *(_row(name, flow) for name, flow in flows.items())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join((name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), over)).rstrip()
+            for name, *numbers, over in rows
+        ]
+        lines += [f"failed to {name}: {_counted(flow.failures)}" for name, flow in flows.items() if flow.failures]
+        lines += [
+            f"pool {name!r}: {pool.num_pages:,} pages, {pool.free:,} free, {pool.leased:,} leased, "
+            f"{pool.quarantined:,} in quarantine"
+            for name, pool in self.pools.items()
+        ]
+        lines.append(
+            f"sessions: {self.num_peers} open to others, {self.num_sessions} from others; "
+            f"{self.num_connects} opened so far, {self.num_reconnects} of them anew"
+            + (f"; lost: {_counted(self.losses)}" if self.losses else "")
+        )
+        lines.append(f"now: {self.num_arriving} transfers arriving, {self.num_waiting} offers waiting for pages")
+        troubles = {
+            "peers without UCX": self.num_fallbacks,
+            "pages ever in quarantine": self.num_quarantined,
+            "leases run out": self.num_leases_expired,
+        }
+        lines += [f"{what}: {number:,}" for what, number in troubles.items() if number]
+        return "\n".join(lines)
+
+
+def _row(name: str, flow: DirectionStats) -> tuple[str, str, str, str, str, str, str]:
+    times = flow.seconds
+    return (
+        name,
+        f"{flow.num_transfers:,}",
+        f"{sum(flow.failures.values()):,}",
+        "-" if flow.num_pages is None else f"{flow.num_pages:,}",
+        f"{flow.nbytes / 2**20:,.1f} MiB",
+        f"{times.sum_s / times.count * 1e3:,.1f} ms" if times is not None and times.count else "-",
+        "; ".join(f"{each.lane}, {each.path}" for each in flow.lanes if each.lane),
+    )
+
+
+def _counted(names: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in sorted(names.items()))

@@ -34,5 +34,5 @@ def raise_for(status: int, what: str, *, timeout_s: float) -> None:
     if status == _CANCELED:
         raise TransferAbortedError(f"{what} was stopped")
     if status in _PEER_GONE:
-        raise PeerLostError(f"{what} failed: {text}", fix="Check that the peer process is alive, then connect again")
+        raise PeerLostError(f"{what} failed: {text}", fix="Check that the peer process is alive")
     raise TransportError(f"{what} failed: {text}", status=status)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,6 +16,7 @@ import pytest
 
 import hurray_rdma.bench.run
 from hurray_rdma.bench import BenchReport, load_config, num_steps, run_bench
+from hurray_rdma.bench.machine import own_addresses
 from hurray_rdma.bench.messages import Party
 
 COMMAND = [sys.executable, "-m", "hurray_rdma.cli"]
@@ -173,6 +177,8 @@ def test_every_step_is_told_and_engines_that_are_not_installed_are_named(
         (["--peer-python", "pigeon=/bin/true"], "--peer-python = 'pigeon=/bin/true'"),
         (["--peer", "nixl", "--peer-python", "nixl=/absent"], "cannot import nixl_cu12"),
         (["--token-file", "/absent"], "has no meaning without --connect"),
+        (["--tls-ca", "/absent"], "--tls-ca = '/absent': has no meaning without --connect"),
+        (["--connect", "127.0.0.1:9", "--tls-ca", "/absent"], "--tls-ca = '/absent': cannot be read"),
         (["--json", "/absent/facts.json"], "--json = '/absent/facts.json'"),
         (["--connect", "127.0.0.1:9", "--config", "quick"], "needs both processes on this machine"),
     ],
@@ -183,6 +189,27 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], told: str
     assert done.stderr.startswith("error: ")
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+CERTIFICATES = Path(__file__).parents[1] / "control" / "tls"
+
+
+def tls(name: str) -> list[str]:
+    return ["--tls-ca", str(CERTIFICATES / "ca.pem"), "--tls-cert", str(CERTIFICATES / f"{name}.pem")]
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``hurray-rdma serve`` on a port of its own, and its address."""
+    server = subprocess.Popen(
+        [*COMMAND, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        yield server, server.stdout.readline().removeprefix("listening on ").strip()
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def test_two_machines(tmp_path: Path) -> None:
@@ -196,15 +223,7 @@ def test_two_machines(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a secret\n")
     shared = ["--config", str(path), "--token-file", str(token)]
-    server = subprocess.Popen(
-        [*COMMAND, "serve", "--listen", "127.0.0.1:0", *shared],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        address = server.stdout.readline().removeprefix("listening on ").strip()
+    with serving("--listen", "127.0.0.1:0", *shared) as (server, address):
         done = run("bench", "--connect", address, *shared, "--json", str(facts))
         assert (done.returncode, done.stderr) == (0, "")
         refused = run("bench", "--connect", address, "--config", str(path))
@@ -212,10 +231,8 @@ def test_two_machines(tmp_path: Path) -> None:
         assert "token" in refused.stderr
         server.send_signal(signal.SIGTERM)
         printed, errors = server.communicate(timeout=30)
-    finally:
-        server.kill()
-        server.communicate()
     assert (server.returncode, errors) == (0, "")
+    assert f"to send: hurray-rdma bench --connect {address} --token-file FILE\n" in printed
     report = msgspec.json.decode(facts.read_bytes(), type=BenchReport)
     assert report.peer == address
     assert {(row.pattern, row.page_nbytes) for row in report.sweep} == {
@@ -227,3 +244,80 @@ def test_two_machines(tmp_path: Path) -> None:
     total = printed.splitlines()[-1]
     assert total.startswith(f"in all: {transfers} transfers, {nbytes / 2**20:,.1f} MiB in ")
     assert total.endswith(", mapped")
+
+
+SMALL_SERVE = "[run]\nrounds = 1\ndeadline_s = 60\nseed = 1\npeers = []\nhuge_pages = false\n" + (
+    "[latency]\npage_nbytes = 4096\nnum_pages = [1]\nrepeats = 2\n[serve]\npage_nbytes = [4096]\npool_mib = 1\n"
+)
+
+
+def test_two_machines_with_certificates(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(SMALL_SERVE)
+    config = ["--config", str(path)]
+    with serving("--listen", "localhost:0", *config, *tls("server")) as (_, address):
+        name = re.sub(r".*:", "localhost:", address)  # whom the certificate names
+        done = run("bench", "--connect", name, *config, *tls("client"), "--json", "-")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert msgspec.json.decode(done.stdout.encode(), type=BenchReport).latency
+        stranger = run("bench", "--connect", name, *config, "--tls-ca", str(CERTIFICATES / "ca.pem"))
+        assert stranger.returncode == 1
+        assert "client certificate" in stranger.stderr
+        plain = run("bench", "--connect", name, *config)
+        assert plain.returncode == 1
+        assert "whether it wants TLS" in plain.stderr
+
+
+def test_a_receiver_that_is_killed_is_told_as_lost(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(SMALL_SERVE.replace("repeats = 2", "repeats = 1000000"))
+    with serving("--listen", "127.0.0.1:0", "--config", str(path)) as (server, address):
+        sending = subprocess.Popen(
+            [*COMMAND, "bench", "--connect", address, "--config", str(path)], stderr=subprocess.PIPE, text=True
+        )
+        assert server.stdout is not None
+        while "transfers" not in server.stdout.readline():
+            assert sending.poll() is None
+        server.kill()
+        _, told = sending.communicate(timeout=60)
+    assert sending.returncode == 1
+    assert f"the session with {address} was lost: " in told or f"{address} cannot be reached" in told
+    assert "was lost: " in told
+
+
+def test_serve_refuses_before_it_sets_anything_up(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(SMALL_SERVE.replace("pool_mib = 1", "pool_mib = 1000000"))  # no machine of ours has that
+    for arguments, told in (
+        (["--listen", "0.0.0.0:0"], "--listen = '0.0.0.0:0': anyone who reaches"),
+        (["--listen", "0.0.0.0:0"], "Give --token-file FILE, or --tls-cert and --tls-ca, or listen on 127.0.0.1"),
+        (["--listen", "no-such-host.invalid:0"], "the name cannot be resolved"),
+        (["--tls-ca", str(CERTIFICATES / "ca.pem")], "needs --tls-cert"),
+    ):
+        done = run("serve", "--config", str(path), *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert told in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_known_before_it_sets_anything_up(tmp_path: Path) -> None:
+    path, huge = tmp_path / "two.toml", tmp_path / "huge.toml"
+    path.write_text(SMALL_SERVE)
+    huge.write_text(SMALL_SERVE.replace("pool_mib = 1", "pool_mib = 1000000"))
+    with serving("--listen", "127.0.0.1:0", "--config", str(path)) as (_, address):
+        done = run("serve", "--listen", address, "--config", str(huge))
+        assert done.returncode == 2
+        assert "the port is in use" in done.stderr
+
+
+def test_an_address_that_stands_for_all_is_told_as_one_that_others_can_use(tmp_path: Path) -> None:
+    path, token = tmp_path / "two.toml", tmp_path / "token"
+    path.write_text(SMALL_SERVE)
+    token.write_text("a secret")
+    with serving("--listen", "0.0.0.0:0", "--config", str(path), "--token-file", str(token)) as (server, address):
+        server.send_signal(signal.SIGTERM)
+        printed, _ = server.communicate(timeout=30)
+    port = address.removeprefix("0.0.0.0:")
+    addresses = [each for each in own_addresses(ipv6=False) if not each.startswith("127.")] or ["0.0.0.0"]
+    for each in addresses:
+        assert f"hurray-rdma bench --connect {each}:{port} --token-file FILE" in printed

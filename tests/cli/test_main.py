@@ -29,7 +29,7 @@ def test_version_and_help() -> None:
     assert "demo" in told.stdout
     told = run("demo", "--help")
     assert told.returncode == 0
-    for option in ("--layers", "--sequences", "--tls", "--llm", "--json", "--config"):
+    for option in ("--layers", "--sequences", "--lane", "--llm", "--json", "--config"):
         assert option in told.stdout
 
 
@@ -60,13 +60,29 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], told: str
     assert done.stdout == ""
 
 
+def test_without_arguments_it_says_what_there_is_and_where_to_begin() -> None:
+    done = run()
+    assert done.returncode == 2
+    told = done.stdout + done.stderr
+    assert "Begin with `hurray-rdma demo`" in told
+    assert "..." not in told.partition("Commands:")[2]  # no line is cut
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "serve"])
+def test_one_word_for_transports(command: str) -> None:
+    told = run(command, "--help").stdout
+    assert "--tls " not in told
+    assert ("--lane" in told) == (command != "bench")  # whose settings have it for each section
+    assert ("--tls-ca" in told) == (command != "demo")  # which never leaves this machine
+
+
 def test_usage_errors_are_exit_code_2() -> None:
     assert run("demo", "--layers", "many").returncode == 2
     assert run("dance").returncode == 2
 
 
 def test_a_transport_that_does_not_exist_fails_with_its_name() -> None:
-    done = run("demo", "--layers", "1", "--tls", "carrier_pigeon")
+    done = run("demo", "--layers", "1", "--lane", "carrier_pigeon")
     assert done.returncode == 1
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -128,6 +128,10 @@ def test_codes_that_stand_for_no_other_class_are_protocol_errors() -> None:
         assert error.code == error_code(error) == code
 
 
+def test_an_error_whose_class_says_what_it_is_needs_no_name_of_its_code() -> None:
+    assert str(error_from_code(ErrorCode.UNKNOWN_TENSOR, "nothing is there")) == "the peer says: nothing is there"
+
+
 def test_a_peers_text_cannot_drive_a_terminal() -> None:
     assert "\x1b" not in str(error_from_code(ErrorCode.ABORTED, "\x1b[2Jgone"))
     assert len(str(error_from_code(ErrorCode.ABORTED, "x" * 10_000))) < 2100

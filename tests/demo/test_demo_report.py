@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from hurray_rdma.demo.report import DemoReport, LlmReport, PageIdRow, Timing, check_json_path, print_report, write_json
-from hurray_rdma.errors import ConfigError
+from hurray_rdma.demo.report import DemoReport, LlmReport, PageIdRow, Timing, print_report
 
 GIB = 2**30
 
@@ -85,19 +82,3 @@ def test_a_slow_lane_is_loud(lane: str) -> None:
 @pytest.mark.parametrize("lane", ["cma", "sysv", "rc_mlx5", "cuda_ipc"])
 def test_a_fast_lane_is_not(lane: str) -> None:
     assert "SLOW" not in printed(report(lane))
-
-
-def test_json_has_the_same_facts(tmp_path: Path) -> None:
-    path = tmp_path / "facts.json"
-    check_json_path(path)
-    write_json(report(), path)
-    facts = json.loads(path.read_text())
-    assert (facts["lane"], facts["sent_nbytes"], facts["num_operations"]) == ("sysv", 3 * 2**20, 12)
-    assert facts["timing"]["ratio_to_memcpy"] == 0.5
-    assert facts["block_tables"][1]["src_page_ids"] == [7, 4]
-
-
-def test_a_json_path_that_cannot_be_written_is_known_before_the_run(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent" / "facts.json"):
-        with pytest.raises(ConfigError, match="--json"):
-            check_json_path(path)

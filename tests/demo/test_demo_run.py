@@ -60,7 +60,7 @@ def test_the_report_has_the_numbers_that_the_batch_implies() -> None:
 
 
 def test_a_slow_lane_is_used_only_when_asked_for_and_is_named() -> None:
-    report = run_demo(load_config(overrides=small(tls="tcp", rounds=1)), on_step=lambda _: None)
+    report = run_demo(load_config(overrides=small(lane="tcp", rounds=1)), on_step=lambda _: None)
     assert report.lane.startswith("tcp")
     assert report.path == "put"
 
@@ -186,6 +186,15 @@ def test_a_stopped_child_costs_the_deadline() -> None:
     assert "error: " in told
 
 
+def test_drawing_a_huge_batch_costs_the_deadline() -> None:
+    started = time.monotonic()
+    demo = Running("--sequences", "1000000", "--deadline", "1.5")
+    code, told = demo.end()
+    assert code == 1
+    assert "deadline_s = 1.5: " in told
+    assert time.monotonic() - started < 30
+
+
 def test_the_command_prints_the_report_and_writes_the_same_facts(tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     done = subprocess.run(
@@ -193,6 +202,9 @@ def test_the_command_prints_the_report_and_writes_the_same_facts(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(path.read_text())
+    again = subprocess.run([*COMMAND, "demo", *SMALL, "--json", "-"], capture_output=True, timeout=90, check=False)
+    assert (again.returncode, again.stderr) == (0, b"")
+    assert json.loads(again.stdout)["block_tables"] == facts["block_tables"]
     assert f"{facts['num_operations']:,} for {facts['num_pages'] * 4:,} pages" in " ".join(
         done.stdout.replace("│", " ").split()
     )

@@ -290,6 +290,32 @@ def test_a_connection_cut_after_the_grant_fails_that_transfer_only(lane: str) ->
     run(job())
 
 
+def test_who_loses_a_session_is_told_whose_and_what_to_do_and_both_losses_when_nobody_listens_any_more() -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 16) as pool, make_pool(SPEC, 16) as source:
+            sent = snapshot_of(source, [1])
+            async with Engine(source, timeout_s=10) as engine, Engine(pool, listen="127.0.0.1:0") as target:
+                async with Wire(target.address) as wire:
+                    peer = engine.connect(wire.address)
+                    await peer.open()
+                    with pytest.raises(PeerLostError) as caught:
+                        async with peer.begin(sent) as transfer:
+                            wire.cut()
+                            await eventually(lambda: not peer.connected)
+                            await transfer.send_layer(0)
+                    assert str(caught.value).startswith(f"the session with {wire.address} was lost: ")
+                    assert str(caught.value).endswith(". The next transfer connects anew")
+                for _ in range(2):
+                    with pytest.raises(PeerLostError) as caught:
+                        await peer.send(sent)
+                    told = str(caught.value)
+                    assert told.startswith(f"{wire.address} cannot be reached: Connection refused; ")
+                    assert "; the session before was lost: " in told
+                await peer.close()
+
+    run(job())
+
+
 def test_a_closed_peer_connects_no_more() -> None:
     async def job() -> None:
         with make_pool(SPEC, 16) as pool, make_pool(SPEC, 16) as source:

@@ -162,6 +162,31 @@ def test_stats_are_json() -> None:
     assert told["serve"]["failures"] == {"PeerLostError": 1}
 
 
+def test_printed_stats_are_a_table_of_what_a_person_asks_first() -> None:
+    tally = Tally()
+    tally.sent(transfer_stats(nbytes=3 * 2**20, seconds=0.001))
+    tally.sent(transfer_stats(nbytes=2**20, seconds=0.003, lane="sysv", path="mapped"))
+    tally.served(nbytes=2**19)
+    tally.failed("send", TransferAbortedError("so"))
+    tally.connected()
+    tally.disconnected(PeerLostError("gone"))
+    lines = str(stats_of(tally, {"default": PageAllocator(16).accounts()})).splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["transfers", "failed", "pages", "bytes", "mean", "time", "over"],
+        ["send", "2", "1", "8", "4.0", "MiB", "2.0", "ms", "cma,", "put;", "sysv,", "mapped"],
+        ["receive", "0", "0", "0", "0.0", "MiB", "-"],
+    ]
+    assert lines[4].split() == ["serve", "1", "0", "-", "0.5", "MiB", "-"]
+    assert lines[5:] == [
+        "failed to send: TransferAbortedError 1",
+        "pool 'default': 16 pages, 16 free, 0 leased, 0 in quarantine",
+        "sessions: 3 open to others, 2 from others; 1 opened so far, 0 of them anew; lost: PeerLostError 1",
+        "now: 5 transfers arriving, 4 offers waiting for pages",
+    ]
+    tally.quarantined(1234)
+    assert str(stats_of(tally)).splitlines()[-1] == "pages ever in quarantine: 1,234"
+
+
 def test_stats_stay_as_they_were() -> None:
     tally = Tally()
     tally.failed("send", PeerLostError("gone"))
