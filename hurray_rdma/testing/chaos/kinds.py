@@ -32,6 +32,7 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_C, MessageType.ERROR): "too large",
     (_S, MessageType.FETCH): "fetch",
     (_C, MessageType.PUBLISHED): "fetch",
+    (_S, MessageType.RENEW): "slow",
     (_S, MessageType.PING): "slow",
     (_C, MessageType.PING): "slow",
     (_S, MessageType.PONG): "slow",
