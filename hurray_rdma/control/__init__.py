@@ -40,6 +40,7 @@ from hurray_rdma.control.events import (
     Reserved,
     SessionClosed,
     SessionOpened,
+    Taken,
     TensorData,
     TransferFailed,
 )
@@ -47,7 +48,7 @@ from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import ExposedError, Listener, check_listen, serve
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve, SnapshotFields
+from hurray_rdma.control.offers import MAX_DESCRIPTORS, Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
@@ -57,6 +58,7 @@ __all__ = [
     "DEFAULT_PORT",
     "DIALECT_TAGS",
     "HEADER_NBYTES",
+    "MAX_DESCRIPTORS",
     "MAX_QUIET_SESSIONS",
     "MIN_MESSAGE_NBYTES",
     "AbortRequested",
@@ -108,6 +110,8 @@ __all__ = [
     "SessionOpened",
     "SnapshotFields",
     "StaleGenerationError",
+    "Take",
+    "Taken",
     "TensorData",
     "Tls",
     "TransferFailed",

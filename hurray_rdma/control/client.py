@@ -9,6 +9,7 @@ from __future__ import annotations
 from hurray_rdma.control.answers import check_commit, check_grant, check_published
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
 from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
+from hurray_rdma.control.data import DataSession
 from hurray_rdma.control.events import (
     AbortRequested,
     Acknowledged,
@@ -32,9 +33,9 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve, Take
 from hurray_rdma.control.pools import Pool
-from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
+from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID
 from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, ProtocolError
@@ -46,13 +47,15 @@ _RENEWALS_OF_LEASE = 4
 _MIN_RENEW_S = 0.01
 
 
-class ClientSession(Session):
+class ClientSession(DataSession):
     """Client side: see :class:`~hurray_rdma.control.session.Session` for bytes, time and ``abort``.
 
     Args:
         config: settings.
         now: the time, seconds.
     """
+
+    _SENDS = TransferKind.PUSH
 
     def __init__(self, config: SessionConfig, *, now: float) -> None:
         super().__init__(config, now=now)
@@ -126,17 +129,6 @@ class ClientSession(Session):
         self._book.schedule(transfer, due)
         return transfer_id
 
-    def data_end(self, transfer_id: int, descriptor_index: int, *, now: float) -> bool:
-        """Every page of the descriptor is complete at the server (flushed, not only posted).
-
-        Returns:
-            False if the transfer is ending or has ended.
-
-        Raises:
-            LocalProtocolError: not granted yet, no such descriptor, or it ended before.
-        """
-        return self._end(transfer_id, descriptor_index, TransferKind.PUSH, now)
-
     def read_end(self, transfer_id: int, *, now: float) -> bool:
         """Every page of a fetched snapshot has been read: no read is in flight any more. Answered by Acknowledged.
 
@@ -146,9 +138,50 @@ class ClientSession(Session):
             False if the transfer is ending or has ended.
 
         Raises:
-            LocalProtocolError: not published yet, not a pull, or it was said before.
+            LocalProtocolError: not published yet, not a pull, it was said before, or not all that is taken came.
         """
-        return self._end(transfer_id, 0, TransferKind.PULL, now)
+        transfer = self._granted(transfer_id, TransferKind.PULL)
+        if transfer is None:
+            return False
+        if transfer.state is TransferState.ENDED or not transfer.all_ended:
+            rule = "ended before" if transfer.state is TransferState.ENDED else "has not come to its end"
+            raise LocalProtocolError(f"transfer {transfer_id} {rule}")
+        self._book.say(transfer, Step.LAST_END)
+        self._say_all(transfer, now)
+        return True
+
+    def take(self, transfer_id: int, take: Take, *, now: float) -> bool:
+        """Have the pages of a published snapshot sent in frames, since its memory cannot be reached.
+
+        They come as TensorData and DescriptorEnded, and AllEnded follows; then ``read_end``.
+
+        Args:
+            transfer_id: a fetch that was answered.
+            take: what is wanted of it.
+            now: the time.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            ConfigError: larger than what the peer accepts.
+            LocalProtocolError: not published yet, not a pull, it is taken or read already, or the fetch kept too few
+                streams for its descriptors.
+        """
+        transfer = self._granted(transfer_id, TransferKind.PULL)
+        if transfer is None:
+            return False
+        if transfer.state is TransferState.ENDED or transfer.taken:
+            raise LocalProtocolError(f"transfer {transfer_id} is taken or read already")
+        if transfer.num_published > transfer.num_descriptors:
+            raise LocalProtocolError(
+                f"{transfer.num_published} descriptors were published; {transfer.num_descriptors} streams were kept"
+            )
+        _, parts = self._frame(take, transfer_id)
+        self._book.say(transfer, Step.TAKE)
+        transfer.taken = True
+        self._outbox.put(parts)
+        return True
 
     def commit(self, transfer_id: int, offer: Offer, *, now: float) -> bool:
         """The pages granted ahead hold this whole snapshot (flushed, not only posted). Answered by Acknowledged.
@@ -177,57 +210,7 @@ class ClientSession(Session):
         _, parts = self._frame(commit, transfer_id)
         self._book.say(transfer, Step.LAST_END)
         transfer.commit = tuple(parts)
-        self._say_ends(transfer, now)
-        return True
-
-    def _end(self, transfer_id: int, descriptor_index: int, kind: TransferKind, now: float) -> bool:
-        transfer = self._granted(transfer_id, kind, descriptor_index)
-        if transfer is None:
-            return False
-        step = transfer.end_step(descriptor_index)
-        if step is None:
-            rule = f"descriptor {descriptor_index} of transfer {transfer_id} ended before"
-            raise LocalProtocolError(rule if kind is TransferKind.PUSH else f"transfer {transfer_id} ended before")
-        self._book.say(transfer, step)
-        transfer.mark_ended(descriptor_index)
-        self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
-        if step is Step.LAST_END:
-            self._said(transfer, now)
-        return True
-
-    def tensor_data(
-        self, transfer_id: int, descriptor_index: int, offset_nbytes: int, data: memoryview | bytes, *, now: float
-    ) -> bool:
-        """Send page bytes over the control channel, where RDMA cannot be set up.
-
-        Args:
-            transfer_id: a granted transfer.
-            descriptor_index: whose bytes they are.
-            offset_nbytes: where they belong; ascending, without gaps.
-            data: the bytes; a view is not copied, so keep them unchanged until the transfer is acknowledged.
-            now: the time.
-
-        Returns:
-            False if the transfer is ending or has ended.
-
-        Raises:
-            ConfigError: larger than what the peer accepts in one message.
-            LocalProtocolError: not granted yet, no such descriptor, it ended before, or bytes were left out.
-        """
-        transfer = self._granted(transfer_id, TransferKind.PUSH, descriptor_index)
-        if transfer is None:
-            return False
-        expected = transfer.next_offsets.get(descriptor_index, 0)
-        if transfer.ended[descriptor_index] or offset_nbytes != expected:
-            raise LocalProtocolError(
-                f"the next byte of descriptor {descriptor_index} is {expected}, and none after its end",
-                field="offset_nbytes",
-                value=offset_nbytes,
-            )
-        view = memoryview(data).cast("B")
-        self._send(TensorDataMessage(offset_nbytes=offset_nbytes, data=view), transfer_id + 1 + descriptor_index)
-        self._book.say(transfer, Step.DATA)
-        transfer.next_offsets[descriptor_index] = offset_nbytes + len(view)
+        self._say_all(transfer, now)
         return True
 
     def quiet(self, transfer_id: int, *, now: float) -> bool:
@@ -249,20 +232,6 @@ class ClientSession(Session):
         self._book.say(transfer, Step.QUIET)
         self._send(Quiet(), transfer_id)
         return True
-
-    def _granted(self, transfer_id: int, kind: TransferKind, descriptor_index: int | None = None) -> Transfer | None:
-        transfer = self._book.get(transfer_id)
-        if transfer is not None:
-            transfer.require(kind)
-        if self.is_closed or transfer is None or transfer.state is TransferState.STOPPING or not transfer.is_open:
-            return None
-        if transfer.state is TransferState.OFFERED:
-            raise LocalProtocolError(f"transfer {transfer_id} is not answered yet")
-        if descriptor_index is not None and not 0 <= descriptor_index < transfer.num_descriptors:
-            raise LocalProtocolError(
-                f"must be 0 to {transfer.num_descriptors - 1}", field="descriptor_index", value=descriptor_index
-            )
-        return transfer
 
     # What the peer says.
 
@@ -331,8 +300,13 @@ class ClientSession(Session):
             case Published() if transfer.kind is TransferKind.PULL:
                 if self._awaits_answer(transfer):
                     check_published(self.pools, message)
+                    transfer.num_published = message.num_descriptors
                     self._book.hear(transfer, Step.GRANT)
                     events.append(PublishedHeard(transfer.transfer_id, message))
+            case TensorDataMessage() if transfer.kind is TransferKind.PULL and descriptor_index is not None:
+                self._hear_data(transfer, descriptor_index, message, events)
+            case TensorDataEndMessage() if transfer.kind is TransferKind.PULL and descriptor_index is not None:
+                self._hear_data_end(transfer, descriptor_index, events)
             case ErrorMessage(code=code, text=text):
                 before = transfer.state
                 if self._book.hear(transfer, Step.REFUSE):
@@ -388,7 +362,7 @@ class ClientSession(Session):
         elif transfer.state is TransferState.ENDED:
             # No acknowledgement yet: an end, or the acknowledgement, may be lost. Repeating is harmless.
             if self._may_repeat(transfer):
-                self._say_ends(transfer, now)
+                self._say_all(transfer, now)
             else:
                 self._book.schedule(transfer, now + self._retry_s)
 
@@ -401,9 +375,7 @@ class ClientSession(Session):
             transfer.said_in = self._outbox.batch
         self._book.schedule(transfer, now + transfer.renew_s)
 
-    def _say_ends(self, transfer: Transfer, now: float) -> None:
+    def _say_all(self, transfer: Transfer, now: float) -> None:
         """Say what ends the transfer, whole, and again unless it is acknowledged."""
         self._outbox.put([*transfer.commit])
-        for descriptor_index in range(transfer.num_descriptors):
-            self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
-        self._said(transfer, now)
+        self._say_ends(transfer, 1 if transfer.kind is TransferKind.PULL else transfer.num_descriptors, now)

@@ -87,6 +87,7 @@ class MessageType(IntEnum):
     RESERVE = 0xF8
     COMMIT = 0xF9
     RENEW = 0xFA
+    TAKE = 0xFB
 
 
 class Capability(IntFlag):

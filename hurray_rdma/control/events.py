@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from hurray_rdma.control.codes import error_from_code
 from hurray_rdma.control.config import PeerInfo
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve, Take
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import HurrayError
 
@@ -34,6 +34,7 @@ __all__ = [
     "Reserved",
     "SessionClosed",
     "SessionOpened",
+    "Taken",
     "TensorData",
     "TransferFailed",
 ]
@@ -110,10 +111,18 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class PublishedHeard:
-    """Client: read the pages, then ``read_end``."""
+    """Client: read the pages, or ``take`` them where they cannot be reached; then ``read_end``."""
 
     transfer_id: int
     published: Published
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Server: send the pages of what was published by ``tensor_data``, and ``data_end`` for each descriptor."""
+
+    transfer_id: int
+    take: Take
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class TensorData:
-    """Server: bytes of one descriptor, in ascending order without gaps. ``data`` is a read-only view, not a copy."""
+    """Bytes of one descriptor, in ascending order without gaps: of a push at the server, of a pull at the client.
+    ``data`` is a read-only view, not a copy."""
 
     transfer_id: int
     descriptor_index: int
@@ -137,7 +147,7 @@ class TensorData:
 
 @dataclass(frozen=True, slots=True)
 class DescriptorEnded:
-    """Server: every page of this descriptor is complete here."""
+    """Every page of this descriptor is complete here: of a push at the server, of a pull in frames at the client."""
 
     transfer_id: int
     descriptor_index: int
@@ -145,7 +155,8 @@ class DescriptorEnded:
 
 @dataclass(frozen=True, slots=True)
 class AllEnded:
-    """Server: every descriptor ended, or the reader is done; answer with ``acknowledge``."""
+    """Server: every descriptor ended, or the reader is done; answer with ``acknowledge``. Client: every descriptor of
+    what it takes ended; put what came in place, then ``read_end``."""
 
     transfer_id: int
 
@@ -218,6 +229,7 @@ Event: TypeAlias = (
     | Granted
     | Fetched
     | PublishedHeard
+    | Taken
     | Refused
     | TensorData
     | DescriptorEnded

@@ -29,6 +29,7 @@ _LONG = (
     MessageType.GRANT,
     MessageType.PUBLISHED,
     MessageType.COMMIT,
+    MessageType.TAKE,
 )
 """Kinds that carry tables or page data, and may be as long as is agreed."""
 _SHORT = _DECODERS.keys() - set(_LONG)

@@ -1,4 +1,4 @@
-"""The messages that make a transfer as values, checked when made: OFFER, FETCH and RESERVE, their answers, and COMMIT.
+"""The messages that make a transfer as values, checked when made: OFFER, FETCH, RESERVE, their answers, TAKE, COMMIT.
 
 This module knows what these messages may say: ranges, sizes, which number must equal which. It knows neither bytes nor
 order. Rules are checked in the constructors, so that one check serves what is to be sent and what was received.
@@ -36,6 +36,7 @@ __all__ = [
     "Request",
     "Reserve",
     "SnapshotFields",
+    "Take",
 ]
 
 MAX_DESCRIPTORS = 4096
@@ -170,7 +171,8 @@ class Offer(SnapshotFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
-    """FETCH (0xF6): the client wants to read the snapshot that the server published as ``key``. Owns T and T + 1.
+    """FETCH (0xF6): the client wants to read the snapshot that the server published as ``key``. It owns stream T, and
+    ``num_streams`` after it: T + 1 for the end of the reading, T + 1 + i for descriptor i if pages come in frames.
 
     Raises:
         ConfigError: a field is out of range.
@@ -182,10 +184,14 @@ class Fetch:
     lane: str = ""
     """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
     path: str = "put"
-    """How the client will read: ``mapped`` (loads from mapped memory), ``put`` (UCX, by get) or ``frames``."""
+    """How the client expects to read: ``mapped`` (loads from mapped memory), ``put`` (UCX, by get) or ``frames``. It
+    knows only once it has heard in which pool the snapshot is; frames come if it says TAKE."""
+    num_streams: int = 1
+    """1 to 4096: as many as the descriptors that it can take in frames, or 1."""
 
     def __post_init__(self) -> None:
         at_most("key", self.key, _MAX_KEY_CHARS)
+        between("num_streams", self.num_streams, 1, MAX_DESCRIPTORS)
         _check_request(self)
 
 
@@ -203,6 +209,30 @@ class Published(SnapshotFields):
     def __post_init__(self) -> None:
         seconds("lease_s", self.lease_s)
         SnapshotFields.__post_init__(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Take:
+    """TAKE (0xFB): the client has room for what was published, and reaches no memory of the server: the pages are to
+    come as TENSOR_DATA, in pages and heads like its own.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    page_size: int
+    """Tokens of the client's pages."""
+    head_offset: int
+    """The model's index of the first head that they hold."""
+    num_heads: int
+    """How many they hold."""
+    resident: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_), repr=False)
+    """Which pages the client has already, in the order both sides derive from the table, bool [pages]; empty: none."""
+
+    def __post_init__(self) -> None:
+        between("page_size", self.page_size, 1, U32_MAX)
+        between("head_offset", self.head_offset, 0, U32_MAX)
+        between("num_heads", self.num_heads, 1, U32_MAX)
 
 
 def _count_descriptors(data: bytes) -> int:

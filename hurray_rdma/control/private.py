@@ -1,4 +1,4 @@
-"""Payloads of the private messages 0xF0..0xFA: MessagePack arrays of a fixed schema.
+"""Payloads of the private messages 0xF0..0xFB: MessagePack arrays of a fixed schema.
 
 This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
 (types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The length of
@@ -21,7 +21,7 @@ from hurray_rdma.control.checks import Uint8Array, Uint32Array
 from hurray_rdma.control.codes import ErrorCode, MessageType
 from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS, Abort, Quiet, Renew, SessionMessage
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
 from hurray_rdma.control.pools import (
     MAX_LAYERS,
     MAX_REGIONS,
@@ -95,6 +95,7 @@ class _Fetch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     deadline_s: float
     lane: str
     path: str
+    num_streams: int
 
 
 class _Published(_Snapshot, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -106,6 +107,13 @@ class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     page_ids: bytes
     resident: bytes
     lease_s: float
+
+
+class _Take(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    page_size: int
+    head_offset: int
+    num_heads: int
+    resident: bytes
 
 
 class _Reserve(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -129,6 +137,7 @@ _OFFER = msgspec.msgpack.Decoder(_Offer)
 _FETCH = msgspec.msgpack.Decoder(_Fetch)
 _PUBLISHED = msgspec.msgpack.Decoder(_Published)
 _GRANT = msgspec.msgpack.Decoder(_Grant)
+_TAKE = msgspec.msgpack.Decoder(_Take)
 _RESERVE = msgspec.msgpack.Decoder(_Reserve)
 _ABORT = msgspec.msgpack.Decoder(_Abort)
 
@@ -223,12 +232,22 @@ def _decode_reserve(payload: memoryview) -> Message:
 
 def _decode_fetch(payload: memoryview) -> Message:
     raw = _FETCH.decode(payload)
-    return Fetch(key=raw.key, deadline_s=raw.deadline_s, lane=raw.lane, path=raw.path)
+    return Fetch(key=raw.key, deadline_s=raw.deadline_s, lane=raw.lane, path=raw.path, num_streams=raw.num_streams)
 
 
 def _decode_published(payload: memoryview) -> Message:
     raw = _PUBLISHED.decode(payload)
     return Published(lease_s=raw.lease_s, **_snapshot_fields(raw))
+
+
+def _decode_take(payload: memoryview) -> Message:
+    raw = _TAKE.decode(payload)
+    return Take(
+        page_size=raw.page_size,
+        head_offset=raw.head_offset,
+        num_heads=raw.num_heads,
+        resident=np.frombuffer(raw.resident, np.uint8) != 0,
+    )
 
 
 def _decode_grant(payload: memoryview) -> Message:
@@ -279,6 +298,7 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
     MessageType.RESERVE: _checked(_decode_reserve),
     MessageType.COMMIT: _checked(_decode_commit),
     MessageType.RENEW: _checked(partial(_decode_nothing, Renew())),
+    MessageType.TAKE: _checked(_decode_take),
 }
 """Payload decoder of each private message type; each raises :class:`ProtocolError` and nothing else."""
 
@@ -332,7 +352,12 @@ def _encode_grant(grant: Grant) -> bytes:
 
 
 def _encode_fetch(fetch: Fetch) -> bytes:
-    return _ENCODER.encode((fetch.key, float(fetch.deadline_s), fetch.lane, fetch.path))
+    return _ENCODER.encode((fetch.key, float(fetch.deadline_s), fetch.lane, fetch.path, fetch.num_streams))
+
+
+def _encode_take(take: Take) -> bytes:
+    resident = take.resident.astype(np.uint8).tobytes()
+    return _ENCODER.encode((take.page_size, take.head_offset, take.num_heads, resident))
 
 
 def _encode_reserve(reserve: Reserve) -> bytes:
@@ -352,5 +377,6 @@ PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes 
     Published: (MessageType.PUBLISHED, lambda m: [_encode_published(m)]),
     Reserve: (MessageType.RESERVE, lambda m: [_encode_reserve(m)]),
     Commit: (MessageType.COMMIT, lambda m: [_encode_offer(m.offer)]),
+    Take: (MessageType.TAKE, lambda m: [_encode_take(m)]),
 }
 """Type of each private message, and what makes its payload; elements in the order of the schemas above."""

@@ -18,18 +18,18 @@ from hurray_rdma.control.codes import (
     error_code,
 )
 from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
+from hurray_rdma.control.data import DataSession
 from hurray_rdma.control.events import (
     AbortRequested,
     AllEnded,
     Committed,
-    DescriptorEnded,
     Event,
     Fetched,
     LeaseRenewed,
     Offered,
     Quiesced,
     Reserved,
-    TensorData,
+    Taken,
     TransferFailed,
 )
 from hurray_rdma.control.exchange import Abort, Quiet, Renew, SessionMessage
@@ -43,9 +43,9 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve, Take
 from hurray_rdma.control.pools import Pool
-from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID, Session
+from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID
 from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import AuthenticationError, HurrayError, ProtocolError
@@ -57,13 +57,15 @@ _OPEN_MESSAGES = 4
 """The tables of all open transfers together may take as much as so many messages of the greatest length."""
 
 
-class ServerSession(Session):
+class ServerSession(DataSession):
     """Server side: see :class:`~hurray_rdma.control.session.Session` for bytes, time and ``abort``.
 
     Args:
         config: settings.
         now: the time, seconds.
     """
+
+    _SENDS = TransferKind.PULL
 
     def __init__(self, config: SessionConfig, *, now: float) -> None:
         super().__init__(config, now=now)
@@ -136,6 +138,8 @@ class ServerSession(Session):
             self._outbox.require_room()
         if not self._book.say(transfer, Step.GRANT):
             return False
+        if isinstance(answer, Published):
+            transfer.num_published = answer.num_descriptors
         self._outbox.put_answer(nbytes, parts)
         return True
 
@@ -292,6 +296,8 @@ class ServerSession(Session):
         match message, descriptor_index:
             case TensorDataEndMessage(), int(index):
                 self._hear_end(transfer, index, events)
+            case Take(), None if transfer.kind is TransferKind.PULL:
+                self._hear_take(transfer, message, events)
             case Commit(), None if transfer.kind is TransferKind.RESERVATION:
                 self._hear_commit(transfer, message, events)
             case Abort(code=code, reason=reason), None:
@@ -327,16 +333,28 @@ class ServerSession(Session):
         events.append(Quiesced(transfer.transfer_id))
 
     def _hear_end(self, transfer: Transfer, index: int, events: list[Event]) -> None:
-        step = transfer.end_step(index)
-        if step is None:
-            if transfer.state is TransferState.DONE and index == transfer.num_descriptors - 1:
+        pulls = transfer.kind is TransferKind.PULL
+        if transfer.state is TransferState.DONE:
+            if index == (0 if pulls else transfer.num_descriptors - 1):
                 self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
-        elif self._book.hear(transfer, step):
-            transfer.mark_ended(index)
-            if transfer.kind is TransferKind.PUSH:
-                events.append(DescriptorEnded(transfer.transfer_id, index))
-            if step is Step.LAST_END:
-                events.append(AllEnded(transfer.transfer_id))
+        elif not pulls:
+            self._hear_data_end(transfer, index, events)
+        elif self._book.hear(transfer, Step.LAST_END):
+            if index or not transfer.all_ended:
+                raise ProtocolError("a reader ends on the stream after its own, and not before all was sent to it")
+            events.append(AllEnded(transfer.transfer_id))
+
+    def _hear_take(self, transfer: Transfer, take: Take, events: list[Event]) -> None:
+        if transfer.taken or not self._book.hear(transfer, Step.TAKE):
+            return  # Repeated, or late.
+        if transfer.num_published > transfer.num_descriptors:
+            raise ProtocolError(
+                f"{transfer.num_published} descriptors were published, and cannot be taken on fewer streams",
+                field="num_streams",
+                value=transfer.num_descriptors,
+            )
+        transfer.taken = True
+        events.append(Taken(transfer.transfer_id, take))
 
     def _hear_commit(self, transfer: Transfer, commit: Commit, events: list[Event]) -> None:
         if transfer.state is TransferState.DONE:
@@ -344,23 +362,6 @@ class ServerSession(Session):
         elif self._book.hear(transfer, Step.LAST_END):
             check_commit(transfer.request, commit)
             events.append(Committed(transfer.transfer_id, commit.offer))
-
-    def _hear_data(self, transfer: Transfer, index: int, message: TensorDataMessage, events: list[Event]) -> None:
-        if not self._book.hear(transfer, Step.DATA):
-            return
-        expected = transfer.next_offsets.get(index, 0)
-        end = message.offset_nbytes + len(message.data)
-        if end <= expected:
-            return  # Repeated, or empty.
-        if transfer.ended[index] or message.offset_nbytes != expected:
-            raise ProtocolError(
-                f"the next byte of descriptor {index} is {expected}, and none after its end",
-                field="byte_offset_in_buffer",
-                value=message.offset_nbytes,
-            )
-        transfer.next_offsets[index] = end
-        data = memoryview(message.data)
-        events.append(TensorData(transfer.transfer_id, index, message.offset_nbytes, data))
 
     def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
         if not self._book.say(transfer, Step.REFUSE):
@@ -372,9 +373,11 @@ class ServerSession(Session):
         events.append(TransferFailed(transfer.transfer_id, error, transfer.granted))
 
     def _transfer_due(self, transfer: Transfer, now: float, events: list[Event]) -> None:
-        # Until the client is quiet it is asked again, whoever began: the ABORT, or its QUIET, may be lost.
-        if transfer.state is TransferState.STOPPING and transfer.stop is not None:
-            if self._may_repeat(transfer):
-                self._stop(transfer, transfer.stop, now)
-            else:
-                self._book.schedule(transfer, now + self._retry_s)
+        if not self._may_repeat(transfer):
+            self._book.schedule(transfer, now + self._retry_s)
+        elif transfer.state is TransferState.STOPPING and transfer.stop is not None:
+            # Until the client is quiet it is asked again, whoever began: the ABORT, or its QUIET, may be lost.
+            self._stop(transfer, transfer.stop, now)
+        elif transfer.state is TransferState.GRANTED:
+            # All that the client takes was sent, and it does not say that it has it: an end may be lost.
+            self._say_ends(transfer, transfer.num_carried, now)

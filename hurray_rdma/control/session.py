@@ -30,8 +30,8 @@ from hurray_rdma.errors import (
 __all__ = ["MAX_ERROR_TEXT_CHARS", "PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Session"]
 
 SESSION_STREAM_ID = 1
-PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/4")
-"""Layout entry of a HELLO that says: I speak the private messages, in the fourth version of their layout.
+PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/5")
+"""Layout entry of a HELLO that says: I speak the private messages, in the fifth version of their layout.
 
 Both sides must name the same one. It goes up whenever a private message changes: what it carries, how that lies in
 bytes, or what follows from it."""
@@ -275,6 +275,10 @@ class Session(ABC):
         events.append(SessionOpened(self.peer))
 
     # Time.
+
+    def silent_s(self, now: float) -> float:
+        """How long nothing was heard from the peer: above a heartbeat or two it is busy, stopped or gone."""
+        return now - self._last_heard
 
     def next_timeout(self) -> float | None:
         """When ``handle_timeout`` is to be called next; None once closed."""

@@ -1,8 +1,8 @@
 """The transfers of one session: which stream belongs to which, where each stands, and when each is next due.
 
-This module knows stream numbering (a push T owns T, and T + 1 + i for descriptor i; a pull owns T and T + 1, a
-reservation T) and walks the state table. It sends nothing, and does not know which side it plays. Ended transfers are
-remembered for a while, so that late messages are told from wrong ones.
+This module knows stream numbering (a push T owns T, and T + 1 + i for descriptor i, and so does a pull for as many as
+its FETCH says; a reservation T) and walks the state table. It sends nothing, and does not know which side it plays.
+Ended transfers are remembered for a while, so that late messages are told from wrong ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Transfer:
     transfer_id: int
     kind: TransferKind
     num_descriptors: int
-    """How many of its streams end: one for each descriptor of a push, one of a pull, none of a reservation."""
+    """Streams after its own: one for each descriptor of a push, as many as a pull keeps, none of a reservation."""
     request: Request | None = None
     """What opened it, while it is open."""
     nbytes: int = 0
@@ -44,6 +44,10 @@ class Transfer:
     ended: bytearray = field(init=False)
     """1 per descriptor whose TENSOR_DATA_END passed; empty once the transfer has ended."""
     num_ended: int = 0
+    num_published: int = 0
+    """Pull: descriptors of what was published."""
+    taken: bool = False
+    """Pull: the pages come from the server in frames."""
     next_offsets: dict[int, int] = field(default_factory=dict)
     """Fallback only: end of the TENSOR_DATA bytes so far, by descriptor."""
     stop: Abort | None = None
@@ -72,7 +76,7 @@ class Transfer:
             case Offer():
                 return cls(transfer_id, TransferKind.PUSH, request.num_descriptors, request, nbytes=request.nbytes)
             case Fetch():
-                return cls(transfer_id, TransferKind.PULL, 1, request)
+                return cls(transfer_id, TransferKind.PULL, request.num_streams, request)
             case Reserve():
                 return cls(transfer_id, TransferKind.RESERVATION, 0, request)
 
@@ -88,11 +92,22 @@ class Transfer:
                 f"transfer {self.transfer_id} is a {self.kind.name}; this is possible with a {names} only"
             )
 
+    @property
+    def num_carried(self) -> int:
+        """Descriptors that one side writes, or sends in frames."""
+        return self.num_descriptors if self.kind is TransferKind.PUSH else self.num_published if self.taken else 0
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether all of those have ended."""
+        return self.num_ended == self.num_carried
+
     def end_step(self, descriptor_index: int) -> Step | None:
         """The step that the end of this descriptor is; None if it, or the whole transfer, ended before."""
         if not self.is_open or self.ended[descriptor_index]:
             return None
-        return Step.LAST_END if self.num_ended + 1 == self.num_descriptors else Step.END
+        last = self.kind is TransferKind.PUSH and self.num_ended + 1 == self.num_descriptors
+        return Step.LAST_END if last else Step.END
 
     def mark_ended(self, descriptor_index: int) -> None:
         self.ended[descriptor_index] = 1

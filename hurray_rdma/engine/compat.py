@@ -201,8 +201,10 @@ def check_snapshot(
     return source, page_map
 
 
-def check_published(told: Published, source: PoolLayout, dest: CacheSpec, *, dialect: Dialect, device: str) -> PageMap:
-    """The pages of a published snapshot in terms of a pool like ``dest``.
+def check_published(
+    told: Published, source: PoolLayout, dest: CacheSpec, *, dialect: Dialect, device: str
+) -> tuple[CacheSpec, PageMap]:
+    """The cache of a published snapshot as its descriptors describe it, and its pages in terms of a pool like ``dest``.
 
     Args:
         told: what the peer says of the snapshot.
@@ -229,4 +231,4 @@ def check_published(told: Published, source: PoolLayout, dest: CacheSpec, *, dia
             field="max(block_table)",
             value=int(told.block_table.max()),
         )
-    return page_map
+    return spec, page_map

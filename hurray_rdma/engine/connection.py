@@ -19,8 +19,10 @@ from hurray_rdma.cache import CacheSpec
 from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
+    AllEnded,
     Channel,
     ClientSession,
+    DescriptorEnded,
     Event,
     Granted,
     PeerInfo,
@@ -32,12 +34,14 @@ from hurray_rdma.control import (
     SessionClosed,
     SessionConfig,
     SSLContext,
+    TensorData,
     TransferFailed,
     open_channel,
     parse_address,
 )
 from hurray_rdma.engine.ahead import AheadGrants
 from hurray_rdma.engine.exchange import Exchange, RemotePool
+from hurray_rdma.engine.fetching import Fetching
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.remote_pools import RemotePools
 from hurray_rdma.engine.tally import Tally
@@ -278,6 +282,9 @@ class Connection:
     def pool_by_id(self, pool_id: int) -> RemotePool | None:
         return self._pools.by_id(pool_id)
 
+    def num_tensors(self) -> int:
+        return self._pools.num_tensors
+
     def forsake(self) -> None:
         self._forsaken = True
 
@@ -317,6 +324,10 @@ class Connection:
             ):
                 if transfer_id in self._exchanges:
                     self._exchanges[transfer_id].answered(answer)
+            case TensorData() | DescriptorEnded() | AllEnded():
+                reader = self._exchanges.get(event.transfer_id)
+                if isinstance(reader, Fetching):
+                    reader.hear_data(event)
             case Acknowledged(transfer_id=transfer_id):
                 if transfer_id in self._exchanges:
                     self._exchanges[transfer_id].acknowledged()

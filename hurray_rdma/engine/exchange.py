@@ -92,6 +92,9 @@ class Route(Protocol):
     def first_pool(self) -> RemotePool:
         """Any of the peer's pools."""
 
+    def num_tensors(self) -> int:
+        """Roles and layers of the peer's largest pool: a snapshot of it has as many descriptors."""
+
     def zeros(self, nbytes: int) -> Region:
         """A registered region of at least so many bytes, all zero."""
 

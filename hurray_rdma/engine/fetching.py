@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, Lease, PagePool, Snapshot
-from hurray_rdma.control import Fetch, Published, StaleGenerationError
+from hurray_rdma.control import (
+    AllEnded,
+    DescriptorEnded,
+    Fetch,
+    Published,
+    StaleGenerationError,
+    Take,
+    TensorData,
+)
 from hurray_rdma.engine.compat import check_published, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
-from hurray_rdma.engine.frames import FRAMES_PATH
 from hurray_rdma.engine.mover import Mover
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
+from hurray_rdma.engine.taking import Taking
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import (
-    DeadlineExceededError,
-    PoolExhaustedError,
-    TransferAbortedError,
-    TransportError,
-)
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PoolExhaustedError, TransferAbortedError
 from hurray_rdma.plan import PageMap, check_pair, map_keys, plan_transfer
 
 __all__ = ["FetchedSnapshot", "Fetching"]
@@ -79,6 +83,7 @@ class Fetching(Exchange[Published]):
         self._into = into
         self._leases: list[Lease] = []
         self._mover: Mover | None = None
+        self._taking: Taking | None = None
 
     async def run(self) -> FetchedSnapshot:
         """All of it.
@@ -100,20 +105,28 @@ class Fetching(Exchange[Published]):
         self.fail(TransferAbortedError(f"the fetch of {self._key!r} was aborted here: {reason}"))
         await self._give_up(reason)
 
+    def hear_data(self, event: TensorData | DescriptorEnded | AllEnded) -> None:
+        """Pages come in frames."""
+        if self._taking is not None:
+            self._taking.hear(event)
+
+    def fail(self, error: HurrayError) -> None:
+        super().fail(error)
+        if self._taking is not None:
+            self._taking.fail(error)
+
     async def _fetch(self) -> FetchedSnapshot:
         session, remote = self._route.session, self._route.first_pool()
-        self._remote = remote
-        if remote.path == FRAMES_PATH:
-            raise TransportError(
-                "UCX reaches no lane to this peer, and only what is pushed can travel on the control channel",
-                field="path",
-                value=remote.path,
-                fix="Let the other side send, or compare UCX_TLS and UCX_NET_DEVICES on the two sides",
-            )
-        fetch = Fetch(key=self._key, deadline_s=self._left_s, lane=remote.lane, path=remote.path)
+        self._remote, self._taking = remote, None
+        num_streams = self._route.num_tensors()
+        fetch = Fetch(
+            key=self._key, deadline_s=self._left_s, lane=remote.lane, path=remote.path, num_streams=num_streams
+        )
         transfer_id = session.fetch(fetch, now=self._loop.time(), timeout_s=self._left_s)
         try:
             published = await self._asked(transfer_id, "an answer")
+            if published.num_descriptors > num_streams:
+                raise StaleGenerationError(f"pool {published.pool_id} of the peer is newer than the fetch")
             return await self._read(transfer_id, published)
         except BaseException as error:
             await self._give_up("the reader failed")
@@ -129,7 +142,7 @@ class Fetching(Exchange[Published]):
             self._into.pool if isinstance(self._into, Placement) else self._into(remote.layout.spec, remote.pool.device)
         )
         check_pair(remote.layout.spec, pool.spec)
-        page_map = check_published(
+        source, page_map = check_published(
             published, remote.layout, pool.spec, dialect=self._route.dialect(), device=remote.pool.device
         )
         page_keys = None
@@ -142,9 +155,14 @@ class Fetching(Exchange[Published]):
             page_keys, found, page_ids = self._find_here(pool, page_map, published)
             written = await self._lease(pool, int((~found).sum()))
             page_ids[~found] = written.page_ids
-        plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=found if found.any() else None)
-        mover = self._mover = Mover(pool, plan, remote.memories, reads=True, stop=self._stop, deadline=self._deadline)
-        await self._move(pool, lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
+        resident = found if found.any() else None
+        if remote.memories:
+            plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=resident)
+            mover = Mover(pool, plan, remote.memories, reads=True, stop=self._stop, deadline=self._deadline)
+            self._mover = mover
+            await self._move(pool, lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
+        else:
+            await self._take(transfer_id, Taking(source, pool, page_ids[~found]), pool.spec, resident)
         session = self._route.session
         session.read_end(transfer_id, now=self._loop.time())
         self._route.notify()
@@ -152,9 +170,28 @@ class Fetching(Exchange[Published]):
         self._forget()
         if page_keys is not None:
             pool.resident.insert(page_keys[~found], written)
-        stats = self._collect(page_map, pool.spec, remote, num_written=plan.num_pages)
+        stats = self._collect(page_map, pool.spec, remote, num_written=int((~found).sum()))
         leases, self._leases = self._leases, []
         return FetchedSnapshot(pool, page_map, page_ids, leases, stats)
+
+    async def _take(
+        self, transfer_id: int, taking: Taking, spec: CacheSpec, resident: NDArray[np.bool_] | None
+    ) -> None:
+        """Where the peer's memory cannot be reached: it sends the pages, as they are to lie here."""
+        take = Take(page_size=spec.page_size, head_offset=spec.head_offset, num_heads=spec.num_heads)
+        if resident is not None:
+            take = replace(take, resident=resident)
+        async with taking.writing(self._deadline):
+            if self._error is not None:
+                raise self._error
+            self._taking = taking
+            try:
+                self._route.session.take(transfer_id, take, now=self._loop.time())
+                self._route.notify()
+                await self._wait(taking.whole, "the pages")
+            finally:
+                self._taking = None
+        self._moves.add(taking.moves)
 
     def _find_here(
         self, pool: PagePool, page_map: PageMap, published: Published

@@ -36,6 +36,7 @@ class Link:
         assert channel.session.peer is not None
         self.session = channel.session
         self.notify = channel.notify
+        self.flush = channel.flush
         self.cut = channel.abort
         """Ends the connection at once."""
         self.peer: PeerInfo = channel.session.peer

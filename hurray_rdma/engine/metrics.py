@@ -56,7 +56,7 @@ class EngineCollector(Collector):
         )
         yield _counter(
             "hurray_bytes",
-            "Page bytes moved, by UCX lane and path; both are empty for what was served, since the reader moves it.",
+            "Page bytes moved, by UCX lane and path; both are empty for what a reader has moved itself.",
             ["direction", "lane", "path"],
             (([direction, each.lane, each.path], each.nbytes) for direction, flow in flows for each in flow.lanes),
         )

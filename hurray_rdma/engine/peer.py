@@ -265,7 +265,8 @@ class Peer:
     async def fetch(
         self, key: str, *, into: PagePool | Placement | None = None, timeout_s: float | None = None
     ) -> FetchedSnapshot:
-        """Pulls a snapshot that the peer has published: one-sided reads into free pages of this engine.
+        """Pulls a snapshot that the peer has published: one-sided reads into free pages of this engine, or frames on
+        the control channel where UCX has no lane.
 
         It is complete, and was valid all the time: the peer confirms that its pages were under lease until the end.
 

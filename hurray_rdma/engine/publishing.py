@@ -1,6 +1,7 @@
 """The source side of pulls: what is published, under which lease, and who is reading it.
 
-A reader that falls silent can only have read what is not there any more, and is told so: it needs no quarantine.
+A reader that falls silent can only have read what is not there any more, and is told so: it needs no quarantine. One
+that reaches no memory is sent the pages (`hurray_rdma.engine.serving`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +26,17 @@ from hurray_rdma.control import (
     Published,
     Quiesced,
     SessionClosed,
+    Take,
+    Taken,
     TransferFailed,
+    error_code,
 )
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.exchange import retain
+from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.receiver import Receiver
+from hurray_rdma.engine.serving import Delivery, Serving
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import ConfigError, GeometryError, HurrayError, LeaseExpiredError
 from hurray_rdma.format import Dialect
@@ -53,10 +60,12 @@ class _Publication:
 class _Reading:
     """One fetch under way; it has a lease of its own, so that the end of the publication does not disturb it."""
 
-    pool: PagePool
+    snapshot: Snapshot
     nbytes: int
     lease: Lease
     timer: asyncio.TimerHandle
+    delivery: Delivery | None = None
+    """Where the pages are sent, since the reader reaches no memory."""
 
 
 class Publishing:
@@ -77,6 +86,8 @@ class Publishing:
         self._loop = asyncio.get_running_loop()
         self._publications: dict[str, _Publication] = {}
         self._readings: dict[tuple[Link, int], _Reading] = {}
+        self._servings: dict[Link, Serving] = {}
+        self._endings: set[asyncio.Task[None]] = set()
 
     def publish(self, key: str, snapshot: Snapshot, *, lease_s: float, page_keys: NDArray[np.uint8] | None) -> None:
         """Lets peers fetch a snapshot; see `Engine.publish`.
@@ -119,11 +130,10 @@ class Publishing:
                     self._tally.failed("serve", error)
                     link.session.refuse(transfer_id, error, now=link.now)
                 link.notify()
+            case Taken(transfer_id=transfer_id, take=take):
+                self._taken(link, transfer_id, take)
             case AllEnded(transfer_id=transfer_id):
-                reading = self._end((link, transfer_id))
-                if reading is not None:
-                    link.session.acknowledge(transfer_id, now=link.now)
-                    self._tally.served(nbytes=reading.nbytes)
+                self._all_read(link, transfer_id)
             case (
                 AbortRequested(transfer_id=transfer_id, error=error)
                 | TransferFailed(transfer_id=transfer_id, error=error)
@@ -134,19 +144,22 @@ class Publishing:
             case SessionClosed(error=error):
                 for key in [key for key in self._readings if key[0] is link]:
                     self._failed(key, error or LeaseExpiredError("the reader has gone"))
+                self._stop_serving(link)
             case _:
                 pass
 
     def revoke(self, pool: PagePool, error: HurrayError) -> None:
         """Ends the reading of a pool: what readers know of its memory is void. They may ask again."""
         for (link, transfer_id), reading in list(self._readings.items()):
-            if reading.pool is pool:
+            if reading.snapshot.pool is pool:
                 self._stop(link, transfer_id, ErrorCode.STALE_GENERATION, error)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Takes everything back. The sessions must be closed before."""
         for key in list(self._publications):
             self.unpublish(key)
+        while self._endings:
+            await asyncio.wait(self._endings)
 
     def _expired(self, key: str) -> None:
         self._tally.lease_expired()
@@ -186,11 +199,42 @@ class Publishing:
             lease.release()
             return
         self._readings[link, transfer_id] = _Reading(
-            snapshot.pool,
+            snapshot,
             len(lease) * pages_nbytes(spec),
             lease,
             self._loop.call_later(read_s, self._too_late, link, transfer_id),
         )
+
+    def _taken(self, link: Link, transfer_id: int, take: Take) -> None:
+        """The reader reaches no memory: its pages are sent to it."""
+        reading = self._readings.get((link, transfer_id))
+        if reading is None:
+            return
+        reading.delivery = Delivery(transfer_id, reading.snapshot, take)
+        if link not in self._servings:
+            self._servings[link] = Serving(link, failed=partial(self._undeliverable, link))
+        self._servings[link].add(reading.delivery)
+
+    def _undeliverable(self, link: Link, delivery: Delivery, error: HurrayError) -> None:
+        if not delivery.over:
+            self._stop(link, delivery.transfer_id, ErrorCode(error_code(error)), error)
+
+    def _all_read(self, link: Link, transfer_id: int) -> None:
+        reading = self._end((link, transfer_id))
+        if reading is None:
+            return
+        link.session.acknowledge(transfer_id, now=link.now)
+        if reading.delivery is None:
+            self._tally.served(nbytes=reading.nbytes)
+        else:
+            self._tally.served(nbytes=reading.delivery.sent_nbytes, lane=FRAMES_LANE, path=FRAMES_PATH)
+
+    def _stop_serving(self, link: Link) -> None:
+        serving = self._servings.pop(link, None)
+        task = serving.stop() if serving is not None else None
+        if task is not None and not task.done():
+            self._endings.add(task)
+            task.add_done_callback(self._endings.discard)
 
     def _too_late(self, link: Link, transfer_id: int) -> None:
         """The reader has had all the time that it asked for."""
@@ -211,5 +255,7 @@ class Publishing:
         reading = self._readings.pop(key, None)
         if reading is not None:
             reading.timer.cancel()
+            if reading.delivery is not None:
+                reading.delivery.over = True
             reading.lease.release()
         return reading

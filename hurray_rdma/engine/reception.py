@@ -118,7 +118,7 @@ class Reception:
         """Ends all sessions and what they had under way."""
         async with contextlib.AsyncExitStack() as steps:
             steps.push_async_callback(self._finish)
-            steps.callback(self.publishing.close)
+            steps.push_async_callback(self.publishing.close)
             for channel in list(self._links.values()):
                 steps.push_async_callback(channel.close)
             steps.push_async_callback(self._say_goodbye)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hurray_rdma.cache import CacheSpec, PoolLayout
-from hurray_rdma.control import DeviceUnavailableError, Pool
+from hurray_rdma.control import MAX_DESCRIPTORS, DeviceUnavailableError, Pool
 from hurray_rdma.engine.compat import announced_layout, same_kind, same_tensors
 from hurray_rdma.engine.exchange import RemotePool
 from hurray_rdma.engine.logs import EngineLog
@@ -40,6 +40,12 @@ class RemotePools:
     def names(self) -> tuple[str, ...]:
         """In the order of their numbers."""
         return tuple(self._announced[pool_id][0].name for pool_id in sorted(self._announced))
+
+    @property
+    def num_tensors(self) -> int:
+        """Roles and layers of the one that has most; of what can be in a snapshot."""
+        counts = (len(layout.spec.tensors) for _, layout in self._announced.values())
+        return min(MAX_DESCRIPTORS, max(counts, default=1))
 
     def use(self, endpoint: Endpoint | None) -> None:
         """Reaches them over an endpoint; None is the control channel."""

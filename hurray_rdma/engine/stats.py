@@ -46,9 +46,9 @@ class TransferStats:
     write_seconds: float
     """Of those, spent moving pages."""
     lane: str
-    """UCX transport that carried the pages: ``sysv``, ``cma``, ``tcp``, ``rc_mlx5`` ..."""
+    """UCX transport that carried the pages: ``sysv``, ``cma``, ``tcp``, ``rc_mlx5`` ..., or ``control channel``."""
     path: str
-    """``mapped`` (stores into the peer's memory) or ``put`` (``ucp_put_nbx``)."""
+    """``mapped`` (the peer's memory is mapped), ``put`` (``ucp_put_nbx``, or get) or ``frames`` (TENSOR_DATA)."""
 
     @property
     def gib_per_s(self) -> float:
@@ -61,7 +61,7 @@ class LaneStats:
     """What one way of moving pages has carried."""
 
     lane: str
-    """UCX transport, as in `TransferStats.lane`; empty where this side cannot know it: ``serve``."""
+    """As in `TransferStats.lane`; empty where this side cannot know it: what a peer has read from here."""
     path: str
     """As in `TransferStats.path`; empty where ``lane`` is."""
     nbytes: int

@@ -131,10 +131,10 @@ class Tally:
         with self._lock:
             self._flows["fetch"].add_stats(stats)
 
-    def served(self, *, nbytes: int) -> None:
-        """A peer has pulled ``nbytes`` page bytes from here and said so."""
+    def served(self, *, nbytes: int, lane: str = "", path: str = "") -> None:
+        """A peer has pulled ``nbytes`` page bytes from here and said so; lane and path are empty if it read them."""
         with self._lock:
-            self._flows["serve"].add(nbytes, lane="", path="", seconds=0.0)
+            self._flows["serve"].add(nbytes, lane=lane, path=path, seconds=0.0)
 
     def failed(self, direction: Direction, error: BaseException) -> None:
         """A transfer came to nothing; once for each transfer, whatever else fails because of it."""

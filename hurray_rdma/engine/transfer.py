@@ -15,7 +15,7 @@ from hurray_rdma.cache import Lease, Snapshot
 from hurray_rdma.control import Grant
 from hurray_rdma.engine.compat import page_map_of
 from hurray_rdma.engine.exchange import Exchange, Route, offer_of, retain
-from hurray_rdma.engine.frames import Packer
+from hurray_rdma.engine.frames import Packer, frame_nbytes
 from hurray_rdma.engine.mover import Mover, Moves
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
@@ -194,23 +194,25 @@ class Transfer(Exchange[Grant]):
     async def _send_frames(self, packer: Packer, layers: list[int]) -> None:
         """Where the peer's memory cannot be reached: page bytes as TENSOR_DATA, no faster than the peer takes them."""
         spec, session = self._snapshot.pool.spec, self._route.session
+        size = _FRAME_NBYTES if session.peer is None else frame_nbytes(_FRAME_NBYTES, session.peer)
         for layer in layers:
             for role in spec.roles:
                 index = spec.index(role, layer)
-                started = time.monotonic()
-                packed, num_operations = await asyncio.to_thread(packer.buffer, role, layer)
-                data = packed.data
+                started, num_operations = time.monotonic(), 0
                 try:
                     async with asyncio.timeout(self._deadline - time.monotonic()):
-                        for start in range(0, len(data), _FRAME_NBYTES):
+                        for start in range(0, packer.nbytes, size):
                             if self._error is not None:
                                 raise self._error
-                            frame = data[start : start + _FRAME_NBYTES]
-                            session.tensor_data(self._require_id(), index, start, frame, now=self._loop.time())
+                            frame, count = await asyncio.to_thread(
+                                packer.frame, role, layer, start, size, timeout_s=self._left_s
+                            )
+                            session.tensor_data(self._require_id(), index, start, frame.data, now=self._loop.time())
+                            num_operations += count
                             await self._route.flush()
                 except TimeoutError:  # of this wait, or what the peer ended it with
                     raise self._error or self._late() from None
-                self._moves.add(Moves(num_operations, len(data), time.monotonic() - started))
+                self._moves.add(Moves(num_operations, packer.nbytes, time.monotonic() - started))
                 self._ended([index])
         if self._error is not None:
             raise self._error

@@ -3,6 +3,7 @@
 Knows page IDs, strides and byte offsets; does no I/O, and knows neither asyncio nor UCX nor any device library.
 """
 
+from hurray_rdma.plan.cutting import Cutter, Pieces
 from hurray_rdma.plan.keys import map_keys
 from hurray_rdma.plan.mapping import map_pages
 from hurray_rdma.plan.negotiate import check_pair, common_heads
@@ -14,8 +15,10 @@ from hurray_rdma.plan.tables import dedupe, valid_pages
 from hurray_rdma.plan.transfer import Move, Program, TransferPlan, plan_transfer
 
 __all__ = [
+    "Cutter",
     "Move",
     "PageMap",
+    "Pieces",
     "Plan",
     "Program",
     "TransferPlan",

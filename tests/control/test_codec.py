@@ -31,7 +31,7 @@ from hurray_rdma.control.messages import (
     TensorPutAck,
     TensorRequest,
 )
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, Take
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError, ProtocolError
 
@@ -83,7 +83,12 @@ LITERAL: list[tuple[Message, int, str]] = [
     (
         Fetch(key="k", deadline_s=1.0, lane="cma", path="mapped"),
         2,
-        "f6000000 02000000 17000000 94 a1 6b cb 3ff0000000000000 a3 636d61 a6 6d6170706564",
+        "f6000000 02000000 18000000 95 a1 6b cb 3ff0000000000000 a3 636d61 a6 6d6170706564 01",
+    ),
+    (
+        Fetch(key="k", deadline_s=1.0, path="frames", num_streams=300),
+        2,
+        "f6000000 02000000 17000000 95 a1 6b cb 3ff0000000000000 a0 a6 6672616d6573 cd012c",
     ),
     (
         Reserve(pool_id=1, generation=2, num_pages=300, deadline_s=1.0, lane="cma", path="mapped"),
@@ -149,6 +154,11 @@ ONE_PAGE_WIRE = (
             f"9f {ONE_PAGE_WIRE} a1 6b cb 3ff0000000000000 a0 a3 707574",
         ),
         (Published(lease_s=20, **ONE_PAGE), f"9c {ONE_PAGE_WIRE} cb 4034000000000000"),  # type: ignore[arg-type]
+        (
+            Take(page_size=16, head_offset=2, num_heads=4, resident=np.array([True, False, True])),
+            "94 10 02 04 c403 010001",
+        ),
+        (Take(page_size=300, head_offset=0, num_heads=1), "94 cd012c 00 01 c400"),
         (Grant(generation=2, page_ids=[5], lease_s=20), "94 02 c404 05000000 c400 cb 4034000000000000"),  # type: ignore[arg-type]
     ],
     ids=lambda v: type(v).__name__,
@@ -165,7 +175,8 @@ def test_every_cut_of_a_message_with_arrays_is_malformed(
     grant: Grant,
 ) -> None:
     session = SessionMessage(engine_name="e", token="t", host_id=b"h", worker_address=b"w", heartbeat_s=0.5)
-    for message in (session, make_pool(name="n"), make_offer(), make_published(), grant, Commit(make_offer())):
+    take = Take(page_size=16, head_offset=2, num_heads=4, resident=np.array([True, False]))
+    for message in (session, make_pool(name="n"), make_offer(), make_published(), grant, Commit(make_offer()), take):
         data = encode(message, 2)
         for length in range(len(data) - 12):
             cut = decode_one(data[:8] + struct.pack("<I", length) + data[12 : 12 + length])
@@ -308,6 +319,8 @@ def test_bad_published_snapshots_cannot_be_made(
         ({"deadline_s": 8 * 86400.0}, "at most 604800"),
         ({"lane": "x" * 65}, "at most 64"),
         ({"path": "MAPPED"}, "one of mapped, put, frames"),
+        ({"num_streams": 0}, "num_streams = 0: must be 1 to 4096"),
+        ({"num_streams": 4097}, "num_streams"),
     ],
 )
 def test_bad_fetches_cannot_be_made(changes: dict[str, object], text: str) -> None:
@@ -410,12 +423,15 @@ def test_a_page_granted_twice() -> None:
         (0xF3, (1, b"\0\0\0\0", b"\0\0", 1.0)),
         (0xF3, (-1, b"", b"", 1.0)),
         (0xF3, {"generation": 1, "page_ids": b"", "resident": b"", "lease_s": 1.0}),
-        (0xF6, ("k", 1.0, "cma")),
-        (0xF6, ("k", 1.0, "cma", "get")),
-        (0xF6, ("k", 1.0, "c" * 65, "put")),
-        (0xF6, ("k" * 1025, 1.0, "cma", "put")),
-        (0xF6, ("k", float("nan"), "cma", "put")),
-        (0xF6, (b"k", 1.0, "cma", "put")),
+        (0xF6, ("k", 1.0, "cma", "put")),
+        (0xF6, ("k", 1.0, "cma", "get", 1)),
+        (0xF6, ("k", 1.0, "c" * 65, "put", 1)),
+        (0xF6, ("k" * 1025, 1.0, "cma", "put", 1)),
+        (0xF6, ("k", float("nan"), "cma", "put", 1)),
+        (0xF6, (b"k", 1.0, "cma", "put", 1)),
+        (0xF6, ("k", 1.0, "cma", "put", 0)),
+        (0xF6, ("k", 1.0, "cma", "put", 4097)),
+        (0xF6, ("k", 1.0, "cma", "put", 1, 1)),
         (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0)),
         (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 0.0)),
         (0xF7, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, 1.0, "more")),
@@ -435,6 +451,16 @@ def test_a_page_granted_twice() -> None:
         (0xF9, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, "k", 1.0, "cma", "frames")),
         (0xF9, (1, 1, b"", b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, "k", 1.0, "cma", "put")),
         (0xF9, (1, 1, DESCRIPTOR, b"", b"\0\0\0\0", b"", "NHD", 0, 0, b"", 0, "k", 1.0, "cma")),
+        (0xFA, (16, 0, 8)),
+        (0xFA, (0, 0, 8, b"")),
+        (0xFA, (2**32, 0, 8, b"")),
+        (0xFA, (16, -1, 8, b"")),
+        (0xFA, (16, 2**32, 8, b"")),
+        (0xFA, (16, 0, 0, b"")),
+        (0xFA, (16, 0, 2**32, b"")),
+        (0xFA, (16, 0, 8, "no")),
+        (0xFA, (16.0, 0, 8, b"")),
+        (0xFA, (16, 0, 8, b"", b"")),
         (0xF4, (2**32, "reason")),
         (0xF4, (1, "r" * 4097)),
     ],
@@ -567,6 +593,7 @@ PRIVATE = [
     Abort(0xF6, "why"),
     Fetch(key="k", deadline_s=1, lane="cma"),
     Published(lease_s=20, page_keys=np.ones((1, 16), np.uint8), **ONE_PAGE),  # type: ignore[arg-type]
+    Take(page_size=16, head_offset=2, num_heads=4, resident=np.array([True, False])),
     Reserve(pool_id=1, generation=2, num_pages=3, deadline_s=1, lane="cma"),
     Commit(Offer(key="k", deadline_s=1, lane="cma", **ONE_PAGE)),  # type: ignore[arg-type]
 ]

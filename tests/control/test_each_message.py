@@ -35,6 +35,8 @@ from hurray_rdma.control import (
     SessionClosed,
     SessionConfig,
     SessionOpened,
+    Take,
+    Taken,
     TensorData,
     TransferFailed,
 )
@@ -139,6 +141,16 @@ class Engines:
                     self.quiet(transfer_id, "aborted here")
                 elif self.story != "server aborts":
                     self.move(transfer_id)
+            case TensorData(data=data):
+                self.num_data_nbytes += len(data)
+            case AllEnded(transfer_id=transfer_id):
+                assert self.story == "take"
+                self.touching = False
+                if self.num_data_nbytes != NUM_DESCRIPTORS * len(DATA):
+                    assert client.abort(transfer_id, ErrorCode.INVALID_MESSAGE, "bytes are missing", now=now)
+                    self.quiet(transfer_id, GeometryError("bytes are missing"))
+                else:
+                    assert client.read_end(transfer_id, now=now)
             case Acknowledged():
                 assert not self.touching
                 self.client.append("done")
@@ -158,6 +170,9 @@ class Engines:
         if self.story == "fetch":
             self.touching = False
             assert client.read_end(transfer_id, now=now)
+            return
+        if self.story == "take":
+            assert client.take(transfer_id, Take(page_size=4, head_offset=0, num_heads=2), now=now)
             return
         if self.way == "ahead":
             self.touching = False
@@ -195,6 +210,12 @@ class Engines:
                 self.held_since = now
                 if self.story == "server aborts":
                     assert server.abort(transfer_id, ErrorCode.ABORTED, "s", now=now)
+            case Taken(transfer_id=transfer_id):
+                half = len(DATA) // 2
+                for index in range(NUM_DESCRIPTORS):
+                    assert server.tensor_data(transfer_id, index, 0, DATA[:half], now=now)
+                    assert server.tensor_data(transfer_id, index, half, DATA[half:], now=now)
+                    assert server.data_end(transfer_id, index, now=now)
             case TensorData(data=data):
                 self.num_data_nbytes += len(data)
             case AllEnded(transfer_id=transfer_id):
@@ -236,6 +257,12 @@ PULL_KINDS: list[tuple[Side, type[Message]]] = [
     ("client", TensorDataEndMessage),
     ("server", TensorPutAck),
 ]
+TAKE_KINDS: list[tuple[Side, type[Message]]] = [
+    *PULL_KINDS,
+    ("client", Take),
+    ("server", TensorDataMessage),
+    ("server", TensorDataEndMessage),
+]
 AHEAD_KINDS: list[tuple[Side, type[Message]]] = [
     ("client", Reserve),
     ("server", Grant),
@@ -250,6 +277,7 @@ STORIES: dict[str, dict[str, list[tuple[Side, type[Message]]]]] = {
     "push": {"push": PUSH_KINDS},
     "frames": {"push": [*PUSH_KINDS, ("client", TensorDataMessage)]},
     "fetch": {"pull": PULL_KINDS},
+    "take": {"pull": TAKE_KINDS},
     "commit": {"ahead": AHEAD_KINDS},
     "refused": {way: [kinds[0], REFUSAL] for way, kinds in WAYS.items()},
     "commit refused": {"ahead": AHEAD_KINDS[:3] + SERVER_ABORT},
@@ -281,7 +309,8 @@ def test_one_spoilt_message_of_a_transfer(  # noqa: PLR0917 - the case, and what
     offer = make_offer(deadline_s=2)
     engines = Engines(pair, story, way, offer, grant, make_published())
     if way == "pull":
-        transfer_id = pair.client.fetch(Fetch(key="k", deadline_s=2), now=pair.now, timeout_s=2)
+        fetch = Fetch(key="k", deadline_s=2, num_streams=NUM_DESCRIPTORS)
+        transfer_id = pair.client.fetch(fetch, now=pair.now, timeout_s=2)
     elif way == "push":
         transfer_id = pair.client.offer(offer, now=pair.now, timeout_s=2)
     else:
@@ -299,7 +328,7 @@ def test_one_spoilt_message_of_a_transfer(  # noqa: PLR0917 - the case, and what
     assert engines.num_returns <= 1
     # A server that never heard of the transfer has nothing to end.
     assert len(engines.server) == (0 if engines.asked_at is None else 1)
-    if story in ("push", "frames", "fetch", "commit"):
+    if story in ("push", "frames", "fetch", "take", "commit"):
         # An end or a commit is said until it is acknowledged, a question and its answer once; page bytes come in order.
         fatal: dict[type[Message], tuple[str, ...]] = dict.fromkeys((TensorDataEndMessage, Commit, TensorPutAck), ())
         fatal[TensorDataMessage] = ("lost", "late", "swapped")

@@ -37,6 +37,9 @@ from hurray_rdma.control import (
     Reserve,
     Reserved,
     SessionConfig,
+    Take,
+    Taken,
+    TensorData,
     TransferFailed,
 )
 from hurray_rdma.control.codes import ErrorCode
@@ -81,6 +84,10 @@ class Sent:
     may_touch: bool = False
     """It may have writes or reads in flight."""
     ended: bool = False
+    taken: bool = False
+    """Its pages come in frames."""
+    num_came: int = 0
+    """Descriptors whose end came."""
     quiet_owed: bool = False
     outcome: str | None = None
 
@@ -92,6 +99,8 @@ class Received:
     request: type[Event]
     holds_pages: bool = False
     waiting: bool = False
+    num_sent: int | None = None
+    """Descriptors that were sent in frames, once somebody takes them."""
     outcome: str | None = None
 
 
@@ -155,7 +164,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def react(self) -> None:
         for event in self.pair.take("client"):
-            assert not isinstance(event, REQUESTS | Quiesced | AllEnded | Committed | DescriptorEnded)
+            assert not isinstance(event, REQUESTS | Taken | Quiesced | Committed)
             sent = self.sent[event.transfer_id]  # type: ignore[union-attr]
             match event:
                 case Granted() | PublishedHeard():
@@ -163,6 +172,11 @@ class SessionMachine(RuleBasedStateMachine):
                     assert not sent.may_touch
                     assert sent.outcome is None
                     sent.may_touch = True
+                case TensorData() | DescriptorEnded() | AllEnded():
+                    assert sent.taken
+                    assert sent.may_touch
+                    sent.num_came += isinstance(event, DescriptorEnded)
+                    assert isinstance(event, AllEnded) <= (sent.num_came == NUM_DESCRIPTORS)
                 case Refused():
                     assert not sent.may_touch
                     self.conclude(sent, "refused")
@@ -188,6 +202,11 @@ class SessionMachine(RuleBasedStateMachine):
             match event:
                 case DescriptorEnded():
                     assert received.request is Offered
+                case Taken(transfer_id):
+                    assert received.holds_pages
+                    assert received.num_sent is None
+                    assert self.sent[transfer_id].taken
+                    received.num_sent = 0
                 case AllEnded(transfer_id) | Committed(transfer_id):
                     assert isinstance(event, Committed) == (received.request is Reserved)
                     assert self.sent[transfer_id].ended
@@ -221,7 +240,7 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sent) < 12)
     @rule(timeout_s=st.sampled_from([0.5, 5.0]))
     def fetch(self, timeout_s: float) -> None:
-        fetch = Fetch(key="k", deadline_s=timeout_s)
+        fetch = Fetch(key="k", deadline_s=timeout_s, num_streams=NUM_DESCRIPTORS)
         transfer_id = self.pair.client.fetch(fetch, now=self.pair.now, timeout_s=timeout_s)
         self.sent[transfer_id] = Sent(Fetched)
 
@@ -246,10 +265,37 @@ class SessionMachine(RuleBasedStateMachine):
         elif self.pair.server.refuse(transfer_id, PoolExhaustedError("full"), now=self.pair.now):
             self.conclude(received, "refused")
 
-    @precondition(lambda self: any(s.may_touch for s in self.sent.values()))
+    @precondition(lambda self: any(s.may_touch and s.request is Fetched and not s.taken for s in self.sent.values()))
+    @rule(which=st.integers(0, 11))
+    def take(self, which: int) -> None:
+        pulls = [i for i, s in self.sent.items() if s.may_touch and s.request is Fetched and not s.taken]
+        transfer_id = self.pick(pulls, which)
+        take = Take(page_size=1, head_offset=0, num_heads=1)
+        taken = self.pair.client.take(transfer_id, take, now=self.pair.now)
+        assert taken == (not self.sent[transfer_id].quiet_owed)
+        self.sent[transfer_id].taken = taken
+
+    @precondition(lambda self: any(r.num_sent is not None and r.holds_pages for r in self.received.values()))
+    @rule(which=st.integers(0, 11), count=st.integers(1, NUM_DESCRIPTORS))
+    def send_frames(self, which: int, count: int) -> None:
+        taken = [i for i, r in self.received.items() if r.num_sent is not None and r.holds_pages]
+        transfer_id = self.pick(taken, which)
+        received, server, now = self.received[transfer_id], self.pair.server, self.pair.now
+        assert received.num_sent is not None
+        for index in range(received.num_sent, min(received.num_sent + count, NUM_DESCRIPTORS)):
+            if server.tensor_data(transfer_id, index, 0, b"page", now=now):
+                assert server.data_end(transfer_id, index, now=now)
+                received.num_sent = index + 1
+
+    @staticmethod
+    def may_end(sent: Sent) -> bool:
+        """Whether its client may say that it has written, or read, all there is."""
+        return sent.may_touch and (not sent.taken or sent.quiet_owed or sent.num_came == NUM_DESCRIPTORS)
+
+    @precondition(lambda self: any(map(self.may_end, self.sent.values())))
     @rule(which=st.integers(0, 11))
     def touch_all(self, which: int) -> None:
-        transfer_id = self.pick([i for i, s in self.sent.items() if s.may_touch], which)
+        transfer_id = self.pick([i for i, s in self.sent.items() if self.may_end(s)], which)
         sent = self.sent[transfer_id]
         client, now = self.pair.client, self.pair.now
         if sent.request is Fetched:
@@ -288,14 +334,15 @@ class SessionMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.sent) < 12)
     @rule(
-        kind=st.sampled_from(["offer", "fetch", "reserve"]),
+        kind=st.sampled_from(["offer", "fetch", "take", "reserve"]),
         faults=spoilt,
         stop_after=st.integers(1, 4),
         delay_s=st.sampled_from([0.0, 0.6]),
     )
     def go_far(self, kind: str, faults: list[str], stop_after: int, delay_s: float) -> None:
         """Much of a transfer in one rule, so that the later states are reached often, faults and all."""
-        getattr(self, kind)(timeout_s=5.0)
+        takes = kind == "take"
+        getattr(self, "fetch" if takes else kind)(timeout_s=5.0)
         transfer_id = max(self.sent)
         self.faults = list(faults)
         for step in range(stop_after):
@@ -305,8 +352,16 @@ class SessionMachine(RuleBasedStateMachine):
             self.react()
             if step == 0 and transfer_id in self.received and self.received[transfer_id].waiting:
                 self.answer([i for i, r in self.received.items() if r.waiting].index(transfer_id), True)
-            if step == 1 and self.sent[transfer_id].may_touch:
-                self.touch_all([i for i, s in self.sent.items() if s.may_touch].index(transfer_id))
+            sent, received = self.sent[transfer_id], self.received.get(transfer_id)
+            if takes and step == 1 and sent.may_touch and not sent.quiet_owed:
+                pulls = [i for i, s in self.sent.items() if s.may_touch and s.request is Fetched and not s.taken]
+                self.take(pulls.index(transfer_id))
+            elif takes and step == 2 and received is not None and received.num_sent is not None:
+                taken = [i for i, r in self.received.items() if r.num_sent is not None and r.holds_pages]
+                if transfer_id in taken:
+                    self.send_frames(taken.index(transfer_id), NUM_DESCRIPTORS)
+            elif step == (3 if takes else 1) and self.may_end(sent):
+                self.touch_all([i for i, s in self.sent.items() if self.may_end(s)].index(transfer_id))
         self.faults = []
 
     # What must hold.

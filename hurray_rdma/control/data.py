@@ -1,0 +1,145 @@
+"""What both sides of a session do with descriptors: bytes in order, ends, and what is still owed of them.
+
+This module knows who sends page data: the client in a push, the server in a pull whose reader reaches no memory. It
+knows neither sockets nor what the bytes are.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hurray_rdma.control.codes import LocalProtocolError
+from hurray_rdma.control.events import AllEnded, DescriptorEnded, Event, TensorData
+from hurray_rdma.control.messages import TensorDataEndMessage, TensorDataMessage
+from hurray_rdma.control.session import Session
+from hurray_rdma.control.states import Step, TransferKind, TransferState
+from hurray_rdma.control.transfers import Transfer
+from hurray_rdma.errors import ProtocolError
+
+__all__ = ["DataSession"]
+
+
+class DataSession(Session):
+    """The part of a session that is about descriptors, the same for both sides."""
+
+    _SENDS: ClassVar[TransferKind]
+    """The kind of transfer whose page data this side sends."""
+
+    def tensor_data(
+        self, transfer_id: int, descriptor_index: int, offset_nbytes: int, data: memoryview | bytes, *, now: float
+    ) -> bool:
+        """Send page bytes over the control channel, where RDMA cannot be set up.
+
+        Args:
+            transfer_id: client: a granted push; server: a pull that is taken.
+            descriptor_index: whose bytes they are.
+            offset_nbytes: where they belong; ascending, without gaps.
+            data: the bytes; a view is not copied, so keep them unchanged until the transfer is acknowledged.
+            now: the time.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            ConfigError: larger than what the peer accepts in one message.
+            LocalProtocolError: not granted or taken yet, no such descriptor, it ended before, or bytes were left out.
+        """
+        transfer = self._granted(transfer_id, self._SENDS, descriptor_index)
+        if transfer is None:
+            return False
+        expected = transfer.next_offsets.get(descriptor_index, 0)
+        if transfer.ended[descriptor_index] or offset_nbytes != expected:
+            raise LocalProtocolError(
+                f"the next byte of descriptor {descriptor_index} is {expected}, and none after its end",
+                field="offset_nbytes",
+                value=offset_nbytes,
+            )
+        view = memoryview(data).cast("B")
+        self._send(TensorDataMessage(offset_nbytes=offset_nbytes, data=view), transfer_id + 1 + descriptor_index)
+        self._book.say(transfer, Step.DATA)
+        transfer.next_offsets[descriptor_index] = offset_nbytes + len(view)
+        return True
+
+    def data_end(self, transfer_id: int, descriptor_index: int, *, now: float) -> bool:
+        """Every page of the descriptor is complete at the peer (flushed, not only posted), or all its bytes were sent.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            LocalProtocolError: not granted or taken yet, no such descriptor, or it ended before.
+        """
+        transfer = self._granted(transfer_id, self._SENDS, descriptor_index)
+        if transfer is None:
+            return False
+        step = transfer.end_step(descriptor_index)
+        if step is None:
+            raise LocalProtocolError(f"descriptor {descriptor_index} of transfer {transfer_id} ended before")
+        self._book.say(transfer, step)
+        transfer.mark_ended(descriptor_index)
+        self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
+        if transfer.all_ended:
+            self._said(transfer, now)
+        return True
+
+    def _granted(self, transfer_id: int, kind: TransferKind, descriptor_index: int | None = None) -> Transfer | None:
+        """The transfer, if something may be said of it, and of that descriptor; None if it is ending or has ended."""
+        transfer = self._book.get(transfer_id)
+        if transfer is not None:
+            transfer.require(kind)
+        if self.is_closed or transfer is None or transfer.state is TransferState.STOPPING or not transfer.is_open:
+            return None
+        if transfer.state is TransferState.OFFERED:
+            raise LocalProtocolError(f"transfer {transfer_id} is not answered yet")
+        if descriptor_index is not None and not 0 <= descriptor_index < transfer.num_carried:
+            raise LocalProtocolError(
+                f"must be below {transfer.num_carried}, what this side may send of transfer {transfer_id}",
+                field="descriptor_index",
+                value=descriptor_index,
+            )
+        return transfer
+
+    def _say_ends(self, transfer: Transfer, count: int, now: float) -> None:
+        """Say what ends this side's part, whole, and again unless it is answered."""
+        for descriptor_index in range(count):
+            self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
+        self._said(transfer, now)
+
+    # What the peer says.
+
+    def _hear_data(self, transfer: Transfer, index: int, message: TensorDataMessage, events: list[Event]) -> None:
+        if not self._book.hear(transfer, Step.DATA):
+            return
+        _require_carried(transfer, index)
+        expected = transfer.next_offsets.get(index, 0)
+        end = message.offset_nbytes + len(message.data)
+        if end <= expected:
+            return  # Repeated, or empty.
+        if transfer.ended[index] or message.offset_nbytes != expected:
+            raise ProtocolError(
+                f"the next byte of descriptor {index} is {expected}, and none after its end",
+                field="byte_offset_in_buffer",
+                value=message.offset_nbytes,
+            )
+        transfer.next_offsets[index] = end
+        data = memoryview(message.data)
+        events.append(TensorData(transfer.transfer_id, index, message.offset_nbytes, data))
+
+    def _hear_data_end(self, transfer: Transfer, index: int, events: list[Event]) -> None:
+        step = transfer.end_step(index)
+        if step is None or not self._book.hear(transfer, step):
+            return
+        _require_carried(transfer, index)
+        transfer.mark_ended(index)
+        events.append(DescriptorEnded(transfer.transfer_id, index))
+        if transfer.all_ended:
+            events.append(AllEnded(transfer.transfer_id))
+
+
+def _require_carried(transfer: Transfer, index: int) -> None:
+    if index >= transfer.num_carried:
+        raise ProtocolError(
+            f"transfer {transfer.transfer_id} was promised data of {transfer.num_carried} descriptors",
+            field="descriptor_index",
+            value=index,
+        )

@@ -1,0 +1,138 @@
+"""The source's side of pulls in frames: pages of what is published go out over one reader's connection.
+
+All its pulls share the connection in turn, one frame each, and a frame is made only when the connection has room for
+it: a reader that does not read costs no more memory than the frames that its connection holds. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hurray_rdma.cache import Snapshot
+from hurray_rdma.control import Take
+from hurray_rdma.engine.compat import page_map_of
+from hurray_rdma.engine.frames import Packer, frame_nbytes
+from hurray_rdma.engine.link import Link
+from hurray_rdma.errors import GeometryError, HurrayError
+
+__all__ = ["Delivery", "Serving"]
+
+_FRAME_NBYTES = 256 << 10
+"""Page bytes of one TENSOR_DATA message. They are copied on the event loop, so that nothing is sent of pages whose
+lease ended, or whose pool was closed, meanwhile; so many take it a tenth of a millisecond."""
+_MAX_AT_ONCE = 8
+"""Pulls of one reader that share its connection; others wait, and so do the plans that they need."""
+_MAX_PAGE_RATIO = 256
+"""How many of the source's pages a reader's page may be: joining them costs a step each."""
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """One pull whose pages are sent."""
+
+    transfer_id: int
+    snapshot: Snapshot
+    take: Take
+    over: bool = False
+    """Whether the pages are not under lease any more, so that nothing may be sent of them."""
+    sent_nbytes: int = 0
+    """Page bytes so far."""
+    packer: Packer | None = None
+    index: int = 0
+    """The descriptor whose bytes are sent now."""
+    offset: int = 0
+
+
+class Serving:
+    """The deliveries over one connection.
+
+    Args:
+        link: the reader's connection.
+        failed: told of a delivery that cannot go on, and why.
+    """
+
+    def __init__(self, link: Link, *, failed: Callable[[Delivery, HurrayError], None]) -> None:
+        self._link = link
+        self._failed = failed
+        self._waiting: deque[Delivery] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, delivery: Delivery) -> None:
+        """Begins to send it, or has it wait for its turn."""
+        self._waiting.append(delivery)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """Sends no more; the task to wait for, if there is one."""
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    async def _run(self) -> None:
+        sharing: deque[Delivery] = deque()
+        while self._waiting or sharing:
+            while self._waiting and len(sharing) < _MAX_AT_ONCE:
+                sharing.append(self._waiting.popleft())
+            delivery = sharing.popleft()
+            try:
+                if await self._step(delivery):
+                    sharing.append(delivery)
+            except HurrayError as error:
+                self._failed(delivery, error)
+            await self._link.flush()
+            await asyncio.sleep(0)  # others have their turn, also where the connection takes all
+
+    async def _step(self, delivery: Delivery) -> bool:
+        """One frame; False when it was the last, or the transfer has ended."""
+        session, spec = self._link.session, delivery.snapshot.pool.spec
+        packer = delivery.packer
+        if packer is None:
+            packer = delivery.packer = await asyncio.to_thread(_packer_of, delivery)
+        if delivery.over:
+            return False
+        index, start = delivery.index, delivery.offset
+        if start < packer.nbytes:
+            size = frame_nbytes(_FRAME_NBYTES, self._link.peer)
+            frame, _ = packer.frame(*spec.tensors[index], start, size, timeout_s=0)
+            session.tensor_data(delivery.transfer_id, index, start, frame.data, now=self._link.now)
+            delivery.offset = start + len(frame)
+            delivery.sent_nbytes += len(frame)
+        if delivery.offset < packer.nbytes:
+            return True
+        session.data_end(delivery.transfer_id, index, now=self._link.now)
+        delivery.index, delivery.offset = index + 1, 0
+        return delivery.index < len(spec.tensors)
+
+
+def _packer_of(delivery: Delivery) -> Packer:
+    """Plans what the reader has asked for; on any thread.
+
+    Raises:
+        GeometryError: it asks for what cannot be.
+        TransportError: the pages are not in host memory.
+    """
+    take, spec = delivery.take, delivery.snapshot.pool.spec
+    if take.page_size > _MAX_PAGE_RATIO * spec.page_size:
+        raise GeometryError(
+            f"is above {_MAX_PAGE_RATIO} times the {spec.page_size} of what is published",
+            field="page_size of the reader",
+            value=take.page_size,
+        )
+    dest = replace(
+        spec,
+        page_size=take.page_size,
+        head_offset=take.head_offset,
+        num_heads=take.num_heads,
+        total_heads=spec.heads_of_model,
+    )
+    page_map = page_map_of(delivery.snapshot, dest)
+    if len(take.resident) not in (0, page_map.num_pages):
+        raise GeometryError(
+            f"must be 0 or the {page_map.num_pages} pages", field="len(resident)", value=len(take.resident)
+        )
+    resident = take.resident if len(take.resident) else None
+    return Packer(delivery.snapshot, dest, page_map, resident=resident, zero_tails=False)
