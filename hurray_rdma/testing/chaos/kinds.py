@@ -7,7 +7,7 @@ from typing import Literal
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
 
-__all__ = ["BLOWS", "KINDS", "MESSAGES", "ONLY_AHEAD", "ONLY_BY_RDMA", "ONLY_IN_FRAMES"]
+__all__ = ["BLOWS", "KINDS", "MESSAGES", "ONLY_AHEAD", "ONLY_IN_FRAMES"]
 
 Carrier = Literal["send", "whole", "ahead", "fetch", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
 """What makes a message of some kind come by."""
@@ -33,6 +33,9 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_S, MessageType.FETCH): "fetch",
     (_C, MessageType.PUBLISHED): "fetch",
     (_S, MessageType.RENEW): "slow",
+    (_S, MessageType.TAKE): "fetch",
+    (_C, MessageType.TENSOR_DATA): "fetch",
+    (_C, MessageType.TENSOR_DATA_END): "fetch",
     (_S, MessageType.PING): "slow",
     (_C, MessageType.PING): "slow",
     (_S, MessageType.PONG): "slow",
@@ -40,13 +43,15 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
 }
 """Every message that passes in a session, and what brings it about."""
 
-ONLY_IN_FRAMES = {MessageType.TENSOR_DATA}
+ONLY_IN_FRAMES = {
+    (_S, MessageType.TENSOR_DATA),
+    (_S, MessageType.TAKE),
+    (_C, MessageType.TENSOR_DATA),
+    (_C, MessageType.TENSOR_DATA_END),
+}
 """Pass where pages travel on the control channel."""
 
-ONLY_BY_RDMA = {MessageType.FETCH, MessageType.PUBLISHED}
-"""Pass where they do not."""
-
-ONLY_AHEAD = {MessageType.RESERVE, MessageType.COMMIT}
+ONLY_AHEAD = {(_S, MessageType.RESERVE), (_S, MessageType.COMMIT)}
 """Pass where the receiver grants pages ahead to all of its senders."""
 
 BLOWS: dict[str, float] = {

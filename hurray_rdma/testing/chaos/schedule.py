@@ -12,7 +12,7 @@ from typing import Literal
 
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
-from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES, ONLY_AHEAD, ONLY_BY_RDMA, ONLY_IN_FRAMES
+from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES, ONLY_AHEAD, ONLY_IN_FRAMES
 from hurray_rdma.testing.chaos.recipe import Receipt, Recipe
 from hurray_rdma.testing.chaos.words import How, Lane, Send, Size
 
@@ -173,10 +173,10 @@ class _Drawer:
 
     def _spoiled(self, struck: int) -> Episode:
         dice = self._dice
-        never = set(ONLY_BY_RDMA if self._cast.lane == "frames" else ONLY_IN_FRAMES)
+        never = set() if self._cast.lane == "frames" else set(ONLY_IN_FRAMES)
         if not self._cast.ahead_for_all:
             never |= ONLY_AHEAD
-        passing = [each for each in MESSAGES if each[1] not in never]
+        passing = [each for each in MESSAGES if each not in never]
         direction, kind = dice.choice(passing)
         carrier = MESSAGES[direction, kind]
         action = dice.choice(tuple(Action))
