@@ -76,7 +76,7 @@ def test_a_grant_has_at_most_4194304_pages() -> None:
 
 
 def test_messages_without_tables_or_data_have_at_most_64_kib() -> None:
-    long = {5, 0xF1, 0xF2, 0xF3, 0xF7, 0xF9, 0xFA}  # TENSOR_DATA, POOL, OFFER, GRANT, PUBLISHED, COMMIT, TAKE
+    long = {5, 0xF1, 0xF2, 0xF3, 0xF7, 0xF9, 0xFB}  # TENSOR_DATA, POOL, OFFER, GRANT, PUBLISHED, COMMIT, TAKE
     for kind in MessageType:
         header = struct.pack("<III", kind, 1, 65537)
         decoder = FrameDecoder(1 << 20)
