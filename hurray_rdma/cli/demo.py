@@ -45,10 +45,20 @@ def demo(
     configs/demo.toml has all defaults.
     """
     from hurray_rdma import demo as room  # noqa: PLC0415 - loads UCX
-    from hurray_rdma.demo import report  # noqa: PLC0415
+    from hurray_rdma.demo import llm_report, report  # noqa: PLC0415
 
-    geometry = {"--layers": layers, "--heads": heads, "--head-dim": head_dim, "--dtype": dtype}
-    ignored = {"--model": model} if not llm else geometry
+    made_up = {
+        "--layers": layers,
+        "--heads": heads,
+        "--head-dim": head_dim,
+        "--dtype": dtype,
+        "--sequences": sequences,
+        "--tokens-min": tokens_min,
+        "--tokens-max": tokens_max,
+        "--sharing": sharing,
+        "--shared-prefix": shared_prefix,
+    }
+    ignored = {"--model": model} if not llm else made_up
     for option, value in ignored.items():
         if value is not None:
             raise ConfigError(
@@ -76,18 +86,21 @@ def demo(
                 "seed": seed,
             },
             "run": {"rounds": rounds, "lane": lane, "deadline_s": deadline},
-            "llm": {"page_size": page_size, "deadline_s": deadline},
+            "llm": {"page_size": page_size, "rounds": rounds, "deadline_s": deadline},
         },
     )
     output = Output(json, wide=False)
     told: room.DemoReport | room.LlmReport
     try:
-        with Bar(room.LLM_STEPS if llm else room.num_steps(settings)) as bar:
+        with Bar(room.num_llm_steps(settings) if llm else room.num_steps(settings)) as bar:
             if llm:
                 told = room.run_llm(settings, model=model, on_step=bar.step)
             else:
                 told = room.run_demo(settings, on_step=bar.step)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    report.print_report(told, console=output.console)
+    if isinstance(told, room.LlmReport):
+        llm_report.print_llm_report(told, console=output.console)
+    else:
+        report.print_report(told, console=output.console)
     output.write(told)

@@ -6,13 +6,13 @@ It uses the library as any application would; nothing imports it but the command
 
 from hurray_rdma.demo.config import DemoConfig, load_config
 from hurray_rdma.demo.content import MismatchError
-from hurray_rdma.demo.llm_run import LLM_STEPS, run_llm
-from hurray_rdma.demo.report import DemoReport, LlmReport
+from hurray_rdma.demo.llm_report import LlmReport
+from hurray_rdma.demo.llm_run import num_llm_steps, run_llm
+from hurray_rdma.demo.report import DemoReport
 from hurray_rdma.demo.run import num_steps, run_demo
 from hurray_rdma.demo.supervisor import ProcessFailedError, Supervisor
 
 __all__ = [
-    "LLM_STEPS",
     "DemoConfig",
     "DemoReport",
     "LlmReport",
@@ -20,6 +20,7 @@ __all__ = [
     "ProcessFailedError",
     "Supervisor",
     "load_config",
+    "num_llm_steps",
     "num_steps",
     "run_demo",
     "run_llm",

@@ -79,14 +79,21 @@ class LlmConfig(_Table, frozen=True):
     """The language model's run (``--llm``)."""
 
     new_tokens: Annotated[int, msgspec.Meta(ge=2, le=4096)]
-    """Tokens to generate: the first by the prefill process, the others by the decode process."""
+    """Tokens to generate for each prompt: the first by the prefill process, the others by the decode process."""
+    rounds: _Count
+    """Transfers of each kind that are timed: layer by layer, and all layers at the end."""
     max_prompt_tokens: _Count
-    """Room in the receive pool, tokens."""
+    """Room in each receive pool, tokens."""
     page_size: _Count
     """Tokens per page."""
+    decode_page_size: _Count
+    """Tokens per page of the receive pools that are unlike the sender's; equal to ``page_size``: there are none."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     """Time budget of the whole run, seconds."""
-    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+    system_prompt: Annotated[str, msgspec.Meta(min_length=1)]
+    """What every prompt begins with."""
+    prompts: Annotated[tuple[Annotated[str, msgspec.Meta(min_length=1)], ...], msgspec.Meta(min_length=1)]
+    """One sequence each."""
 
 
 class DemoConfig(_Table, frozen=True):

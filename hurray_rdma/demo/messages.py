@@ -8,23 +8,18 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import CacheSpec
 from hurray_rdma.demo.batch import Batch
 from hurray_rdma.engine import TransferStats
 
 __all__ = [
     "Command",
     "Compared",
-    "Continued",
     "Copied",
     "Drawn",
-    "FirstToken",
     "Listening",
-    "Prefilled",
     "Ready",
     "Received",
     "Sent",
-    "Verdict",
 ]
 
 
@@ -32,11 +27,13 @@ class Command(Enum):
     """What the supervisor tells a process to do next."""
 
     TRANSFER = auto()
-    """Prefill: send the batch. Decode: await it."""
+    """Prefill: send the batch, with a language model read it first. Decode: await it."""
     COPY = auto()
     """Prefill: memcpy the same pages within the process."""
     COMPARE = auto()
     """Decode: compare every token, then overwrite and release the pages."""
+    CONTINUE = auto()
+    """Both, with a language model: generate all tokens."""
     FINISH = auto()
     """Close everything and end."""
 
@@ -91,37 +88,3 @@ class Compared:
 
     nbytes: int
     """Bytes compared, each alias counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Prefill, with a language model: the prompt is read, its pages are sent."""
-
-    stats: TransferStats
-    spec: CacheSpec
-    first_token: FirstToken
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """To decode, with a language model: all that it gets besides the pages and their number of tokens."""
-
-    token_id: int
-    """The first generated token, which the prefill process knows already: the input at the next position."""
-
-
-@dataclass(frozen=True, slots=True)
-class Continued:
-    """Decode, with a language model: what it generated from the received pages, greedily."""
-
-    tokens: tuple[int, ...]
-    """Token IDs, the first token included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Prefill, with a language model: the same greedy run in the process that saw the prompt."""
-
-    tokens: tuple[int, ...]
-    text: str
-    """The tokens of the decode process as text."""

@@ -12,10 +12,13 @@ from rich.text import Text
 
 __all__ = [
     "DemoReport",
-    "LlmReport",
     "PageIdRow",
     "Timing",
+    "facts_table",
+    "lane_text",
     "lane_warning",
+    "mib",
+    "print_lane_warning",
     "print_report",
 ]
 
@@ -100,31 +103,6 @@ class DemoReport:
     block_tables: tuple[PageIdRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LlmReport:
-    """Facts of one run with a language model."""
-
-    model: str
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    page_size: int
-    dtype: str
-    prompt_tokens: int
-    num_pages: int
-    lane: str
-    path: str
-    sent_nbytes: int
-    num_operations: int
-    transfer_s: float
-    """From the offer to the acknowledgement; the model computes meanwhile, and each layer leaves when it is done."""
-    tokens: tuple[int, ...]
-    """What the decode process generated; the prefill process generated the same."""
-    prompt: str
-    text: str
-    """``tokens`` as text."""
-
-
 def lane_warning(lane: str) -> str | None:
     """A loud line for a slow lane; None for a fast one."""
     if "emulated" in lane:
@@ -137,21 +115,18 @@ def lane_warning(lane: str) -> str | None:
     return None
 
 
-def print_report(report: DemoReport | LlmReport, *, console: Console) -> None:
-    """Writes the report for a newcomer."""
-    if isinstance(report, LlmReport):
-        _print_llm(report, console)
-    else:
-        _print_pages(report, console)
-    warning = lane_warning(report.lane)
+def print_lane_warning(lane: str, *, console: Console) -> None:
+    """Says aloud that ``lane`` is slow, if it is."""
+    warning = lane_warning(lane)
     if warning is not None:
         console.print(Panel(Text(warning), style="bold white on red"))
 
 
-def _print_pages(report: DemoReport, console: Console) -> None:
+def print_report(report: DemoReport, *, console: Console) -> None:
+    """Writes the report for a newcomer."""
     timing = report.timing
     spared = report.logical_nbytes - report.sent_nbytes
-    facts = _facts()
+    facts = facts_table()
     facts.add_row(
         "cache",
         f"{report.num_layers} layers x {report.num_heads} KV heads x {report.head_dim} dims, {report.dtype}, "
@@ -162,9 +137,9 @@ def _print_pages(report: DemoReport, console: Console) -> None:
         f"{report.num_sequences} sequences, {report.num_tokens:,} tokens, {report.num_table_entries:,} page references "
         f"to {report.num_pages:,} pages per layer and role",
     )
-    facts.add_row("lane", _lane_text(report.lane, report.path))
-    facts.add_row("logical bytes", f"{_mib(report.logical_nbytes)}, were each sequence sent by itself")
-    facts.add_row("bytes sent", f"{_mib(report.sent_nbytes)}: each shared page once, {_mib(spared)} spared")
+    facts.add_row("lane", lane_text(report.lane, report.path))
+    facts.add_row("logical bytes", f"{mib(report.logical_nbytes)}, were each sequence sent by itself")
+    facts.add_row("bytes sent", f"{mib(report.sent_nbytes)}: each shared page once, {mib(spared)} spared")
     facts.add_row(
         "operations",
         f"{report.num_operations:,} for {report.num_pages * report.num_tensors:,} pages, straight from page to page: "
@@ -183,46 +158,24 @@ def _print_pages(report: DemoReport, console: Console) -> None:
     facts.add_row(
         "compared",
         f"[bold green]every byte equal[/bold green]: each token of each sequence, layer and role on the receiving "
-        f"side, {_mib(report.compared_nbytes)} in {timing.rounds} rounds",
+        f"side, {mib(report.compared_nbytes)} in {timing.rounds} rounds",
     )
     console.print(Panel(facts, title="hurray_rdma demo: prefill process -> decode process", title_align="left"))
     console.print(_page_id_table(report.block_tables))
     console.print("Page IDs in [cyan]cyan[/cyan] are a shared prefix: sent once, and still shared after.", style="dim")
+    print_lane_warning(report.lane, console=console)
 
 
-def _print_llm(report: LlmReport, console: Console) -> None:
-    facts = _facts()
-    facts.add_row(
-        "model",
-        f"{report.model}: {report.num_layers} layers x {report.num_heads} KV heads x {report.head_dim} dims, "
-        f"{report.dtype}",
-    )
-    facts.add_row(
-        "prefill process", f"read {report.prompt_tokens} tokens into {report.num_pages} pages per layer and role"
-    )
-    facts.add_row("lane", _lane_text(report.lane, report.path))
-    facts.add_row(
-        "sent",
-        f"{_mib(report.sent_nbytes)} in {report.num_operations:,} operations, layer by layer while the model computed "
-        f"({report.transfer_s:.2f} s with the computing)",
-    )
-    facts.add_row("decode process", "never saw the prompt; got pages, their number of tokens, and one token ID")
-    facts.add_row(
-        "compared",
-        f"[bold green]all {len(report.tokens)} tokens equal[/bold green] to those of a single process",
-    )
-    console.print(Panel(facts, title="hurray_rdma demo --llm", title_align="left"))
-    console.print(Text(report.prompt, style="dim") + Text(report.text, style="bold"), soft_wrap=True)
-
-
-def _facts() -> Table:
+def facts_table() -> Table:
+    """Names and what there is to say of them, without lines."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
     return table
 
 
-def _lane_text(lane: str, path: str) -> str:
+def lane_text(lane: str, path: str) -> str:
+    """A lane, and how it carries pages."""
     how = {
         "mapped": "the sender maps the receiver's pages and stores into them",
         "put": "one-sided puts (ucp_put_nbx)",
@@ -259,5 +212,6 @@ def _ids_text(page_ids: tuple[int, ...], num_shared: int) -> Text:
     return text
 
 
-def _mib(nbytes: int) -> str:
+def mib(nbytes: int) -> str:
+    """As MiB, to a tenth."""
     return f"{nbytes / 2**20:,.1f} MiB"

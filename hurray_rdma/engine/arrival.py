@@ -72,7 +72,10 @@ class Arrival:
         self.state = ArrivalState.ARRIVING
         self.block_table = page_map.block_table(page_ids)
         """Of this pool, uint32 ``[seq_ptr[-1]]``: where the pages will be."""
-        self._page_map = page_map
+        self.seq_ptr = page_map.seq_ptr
+        """Where each sequence starts in ``block_table``, uint32 ``[num_seqs + 1]``."""
+        self.seq_lens = page_map.seq_lens
+        """Tokens of each sequence, uint32 ``[num_seqs]``."""
         self._num_pages = len(page_ids)
         self._pool = pool
         self._written = written
@@ -113,8 +116,8 @@ class Arrival:
         return Snapshot(
             self._pool,
             block_table=self.block_table,
-            seq_ptr=self._page_map.seq_ptr,
-            seq_lens=self._page_map.seq_lens,
+            seq_ptr=self.seq_ptr,
+            seq_lens=self.seq_lens,
         )
 
     async def _wait(self, event: asyncio.Event, what: str, timeout_s: float | None) -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hurray_rdma.demo.report import DemoReport, LlmReport, PageIdRow, Timing, print_report
+from hurray_rdma.demo.report import DemoReport, PageIdRow, Timing, print_report
 
 GIB = 2**30
 
@@ -42,7 +42,7 @@ def report(lane: str = "sysv") -> DemoReport:
     )
 
 
-def printed(what: DemoReport | LlmReport) -> str:
+def printed(what: DemoReport) -> str:
     console = Console(file=io.StringIO(), width=200)
     print_report(what, console=console)
     assert isinstance(console.file, io.StringIO)
