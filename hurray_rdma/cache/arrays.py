@@ -5,6 +5,8 @@ Knows shapes, strides and addresses; registers through the context it is given.
 
 from __future__ import annotations
 
+import importlib
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +17,26 @@ import numpy as np
 from hurray_rdma.cache.layout import Part, Segment, parts_of
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.cache.views import StridedView, strided_view
-from hurray_rdma.errors import GeometryError
+from hurray_rdma.errors import GeometryError, RegistrationError
 from hurray_rdma.format import ElementType, numpy_dtype
 
 if TYPE_CHECKING:
     from hurray_rdma.transport import Context, Region
 
-__all__ = ["checked_views", "part_dtype", "part_shape", "register_views", "segment_of"]
+__all__ = [
+    "ALIGNMENT_NBYTES",
+    "checked_views",
+    "device_arrays",
+    "part_dtype",
+    "part_shape",
+    "register_views",
+    "segment_of",
+]
 
 Arrays = Mapping[str, Sequence[Any]]
+
+ALIGNMENT_NBYTES = 4096
+"""Of each part of each role of each layer in memory that a pool allocates: what ADR-024 asks of RDMA buffers."""
 
 
 def part_dtype(spec: CacheSpec, part: Part) -> np.dtype[np.generic]:
@@ -47,6 +60,53 @@ def segment_of(
     page, first, second = strides_nbytes[:3]
     token, head = (second, first) if spec.order is PageOrder.HND else (first, second)
     return Segment(region_index, offset_nbytes, page, token, head)
+
+
+def device_arrays(spec: CacheSpec, num_pages: int, *, device: str) -> dict[Part, dict[str, list[Any]]]:
+    """New CuPy arrays for the pages of a pool, all zeros, in one allocation of their own, by part and role.
+
+    Raises:
+        ConfigError: it names no GPU.
+        RegistrationError: CuPy is not installed, or there is no such memory.
+    """
+    from hurray_rdma.transport.devices import device_index  # noqa: PLC0415 - loads UCX, which specs need not
+
+    index = device_index(device)
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        raise RegistrationError(
+            "CuPy allocates memory on a GPU, and is not installed",
+            field="device",
+            value=device,
+            fix="pip install 'hurray-rdma[gpu]', or allocate with your GPU library and use PagePool.from_arrays",
+        ) from error
+    places = [(part, role) for role, _ in spec.tensors for part in parts_of(spec)]
+    shapes = [(num_pages, *part_shape(spec, part)) for part, _ in places]
+    dtypes = [_cupy_dtype(part_dtype(spec, part)) for part, _ in places]
+    sizes = [
+        -(-math.prod(shape) * dtype.itemsize // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    try:
+        with cupy.cuda.Device(index):
+            # Not from CuPy's pool, whose blocks share an allocation with whatever else: an rkey may cover all of one.
+            memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(sum(sizes)), 0)
+            memory.memset(0, sum(sizes))
+            cupy.cuda.get_current_stream().synchronize()
+            arrays: dict[Part, dict[str, list[Any]]] = {}
+            offset = 0
+            for (part, role), shape, dtype, size in zip(places, shapes, dtypes, sizes, strict=True):
+                arrays.setdefault(part, {}).setdefault(role, []).append(cupy.ndarray(shape, dtype, memory + offset))
+                offset += size
+    except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
+        raise RegistrationError(f"no such memory on {device}: {error}", field="num_pages", value=num_pages) from error
+    return arrays
+
+
+def _cupy_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    """The dtype itself, or unsigned integers that hold its bits: CuPy has none of ml_dtypes'."""
+    return dtype if dtype.isbuiltin == 1 else np.dtype(f"uint{8 * dtype.itemsize}")
 
 
 def checked_views(spec: CacheSpec, arrays: Mapping[Part, Arrays]) -> tuple[StridedView, ...]:

@@ -15,6 +15,9 @@ from hurray_rdma.errors import GeometryError
 __all__ = ["CapsuleTensor", "contiguous_strides", "read_capsule"]
 
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
+_STREAMS = frozenset({_CUDA, _CUDA_MANAGED})
+_NO_SYNC = -1
+"""As ``stream``: the producer need not make any stream wait, since the content is not looked at."""
 _READ_ONLY = 1
 _NAMES = {
     (0, 8): "int8",
@@ -97,16 +100,18 @@ def read_capsule(array: Any, *, name: str) -> CapsuleTensor:
     """Asks an object for its capsule (``__dlpack__``) and reads it.
 
     Args:
-        array: the object; unused by other streams, since no stream is exchanged.
+        array: the object; work on it that is queued on a stream is the caller's to wait for.
         name: of the argument, for errors.
 
     Raises:
         GeometryError: a dtype or device that no pool can hold, or a capsule of an unknown version.
     """
+    on_device = hasattr(array, "__dlpack_device__") and int(array.__dlpack_device__()[0]) in _STREAMS
+    arguments = {"stream": _NO_SYNC} if on_device else {}
     try:
-        capsule = array.__dlpack__(max_version=(1, 1))
+        capsule = array.__dlpack__(max_version=(1, 1), **arguments)
     except TypeError:  # made before DLPack 1.0
-        capsule = array.__dlpack__()
+        capsule = array.__dlpack__(**arguments)
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     is_valid = ctypes.pythonapi.PyCapsule_IsValid
@@ -150,7 +155,6 @@ def _strides(tensor: _Tensor, shape: tuple[int, ...], itemsize: int) -> tuple[in
 def _device(device: _Device, *, name: str) -> str:
     if device.kind in {_CPU, _CUDA_HOST}:
         return "cpu"
-    if device.kind == _CUDA:
+    if device.kind in _STREAMS:
         return f"cuda:{device.index}"
-    what = "managed memory" if device.kind == _CUDA_MANAGED else f"DLPack device {device.kind}"
-    raise GeometryError("must be host or CUDA memory", field=f"{name}.device", value=what)
+    raise GeometryError("must be host or CUDA memory", field=f"{name}.device", value=f"DLPack device {device.kind}")

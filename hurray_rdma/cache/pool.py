@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hurray_rdma.cache.allocator import PageAllocator
-from hurray_rdma.cache.arrays import Arrays, checked_views, part_dtype, part_shape, register_views, segment_of
+from hurray_rdma.cache.arrays import (
+    ALIGNMENT_NBYTES,
+    Arrays,
+    checked_views,
+    device_arrays,
+    part_dtype,
+    part_shape,
+    register_views,
+    segment_of,
+)
 from hurray_rdma.cache.gate import MemoryGate
 from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
 from hurray_rdma.cache.resident import ResidentIndex
@@ -19,12 +28,9 @@ from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import ConfigError, GeometryError, RegistrationError
 
 if TYPE_CHECKING:
-    from hurray_rdma.transport import Context, Region
+    from hurray_rdma.transport import Backing, Context, Region
 
 __all__ = ["PagePool"]
-
-_ALIGNMENT_NBYTES = 4096
-"""Of each part of each role of each layer in memory that a pool allocates: what ADR-024 asks of RDMA buffers."""
 
 
 class PagePool:
@@ -49,28 +55,44 @@ class PagePool:
 
     @classmethod
     def allocate(
-        cls, spec: CacheSpec, num_pages: int, *, device: str = "cpu", context: Context | None = None
+        cls,
+        spec: CacheSpec,
+        num_pages: int,
+        *,
+        device: str = "cpu",
+        pinned: bool = False,
+        context: Context | None = None,
     ) -> PagePool:
-        """A pool in one region of memory that UCX allocates, zero-filled: the fastest kind for a receiver.
+        """A pool in one region of memory of its own, zero-filled: the fastest kind for a receiver.
+
+        On the host UCX allocates it, where processes of this host can map it; on a GPU CuPy does (the extra ``gpu``),
+        and `pages` are CuPy arrays: of unsigned integers where CuPy lacks the dtype.
 
         Args:
             spec: geometry of the pages.
             num_pages: pages of each role of each layer.
-            device: ``"cpu"``.
+            device: ``"cpu"``, or a GPU: ``"cuda:N"``.
+            pinned: host memory that is page-locked for CUDA, so that copies to and from GPUs run at full speed.
             context: the UCX context; None is the process's own.
 
         Raises:
+            ConfigError: there is no such kind of device, or pages on a GPU are to be pinned.
             GeometryError: ``num_pages`` is out of range.
-            RegistrationError: no memory, or a device on which this method cannot allocate.
+            RegistrationError: no memory, or no CuPy for that of a GPU.
+            TransportError: there is no CUDA driver.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or not 1 <= num_pages < 2**32:
             raise GeometryError("must be an integer from 1 to 2**32 - 1", field="num_pages", value=num_pages)
         if device != "cpu":
-            raise RegistrationError(
-                "a pool can allocate memory on the host only",
-                field="device",
-                value=device,
-                fix="Allocate with your GPU library and use PagePool.from_arrays",
+            if pinned:
+                raise ConfigError("is for pools on the host", field="pinned", value=True)
+            pages = device_arrays(spec, num_pages, device=device)
+            return cls.from_arrays(
+                spec,
+                pages[Part.PAGES],
+                scales=pages.get(Part.SCALES),
+                zero_points=pages.get(Part.ZERO_POINTS),
+                context=context,
             )
         parts = [part for _ in spec.tensors for part in parts_of(spec)]
         dtypes = [part_dtype(spec, part) for part in parts]
@@ -78,8 +100,8 @@ class PagePool:
         lengths = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
         starts = [0]
         for length in lengths:
-            starts.append(starts[-1] + -(-length // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES)
-        region = _context(context).allocate(starts[-1], device=device)
+            starts.append(starts[-1] + -(-length // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)
+        region = _context(context).allocate(starts[-1], pinned=pinned)
         memory = region.array()
         views = tuple(
             memory[start : start + length].view(dtype).reshape(shape)
@@ -108,9 +130,9 @@ class PagePool:
         Args:
             spec: geometry of the pages.
             arrays: per role one array per layer, each ``[num_pages, page_size, num_heads, head_dim]``, or
-                ``[num_pages, num_heads, page_size, head_dim]`` with order HND: NumPy, torch, or anything that shows
-                its memory by DLPack or an array interface. Strides may be any that keep a head's content together;
-                arrays may be interleaved views of one allocation.
+                ``[num_pages, num_heads, page_size, head_dim]`` with order HND: NumPy, CuPy, torch, or anything that
+                shows its memory by DLPack or an array interface. Strides may be any that keep a head's content
+                together; arrays may be interleaved views of one allocation. All on one device.
             scales: the same of ``[num_pages, page_size]``, where ``spec.scale_dtype`` is set.
             zero_points: int32 ``[num_pages, page_size]``, where ``spec.zero_points`` is set.
             order: replaces ``spec.order``.
@@ -120,7 +142,7 @@ class PagePool:
 
         Raises:
             GeometryError: roles, layers, shapes, dtypes or strides do not fit ``spec``; nothing is registered then.
-            RegistrationError: UCX refuses the memory; nothing stays registered.
+            RegistrationError: UCX refuses the memory, or GPUDirect cannot reach it; nothing stays registered.
         """
         if order is not None:
             spec = spec.with_order(order)
@@ -193,6 +215,21 @@ class PagePool:
                 value=repr(self),
                 fix="Pass a Placement",
             )
+
+    @property
+    def device_index(self) -> int | None:
+        """Number of the GPU; None on the host."""
+        return self._regions[0].device_index
+
+    @property
+    def backing(self) -> Backing:
+        """What kind of memory of the device it is; pinned and managed where all of it is."""
+        backings = {region.backing for region in self._regions}
+        return backings.pop() if len(backings) == 1 else self._regions[0].backing.PLAIN
+
+    def make_visible(self) -> None:
+        """Lets kernels that are launched later see what peers have written into the pages (`Region.make_visible`)."""
+        self._regions[0].make_visible()
 
     @property
     def closed(self) -> bool:

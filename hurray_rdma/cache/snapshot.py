@@ -23,6 +23,7 @@ from hurray_rdma.format import (
     DialectName,
     ElementType,
     KvRole,
+    MemoryClass,
     PerBlockAffine,
     dequantize,
     encode_marked,
@@ -31,6 +32,12 @@ from hurray_rdma.format import (
 __all__ = ["Snapshot"]
 
 _ALIGNMENT_NBYTES = 4096
+_MEMORY_CLASSES = {
+    "PLAIN": MemoryClass.STANDARD,
+    "PINNED": MemoryClass.HOST_PINNED,
+    "MANAGED": MemoryClass.UNIFIED,
+}
+"""By the name of a `Backing`."""
 _ROLES = {role.wire_name: role for role in KvRole}
 
 
@@ -163,6 +170,7 @@ class Snapshot:
             kv_role=_ROLES[role],
             layer_index=layer,
             device_tag=DeviceTag.of_device(self.pool.device),
+            memory_class=_MEMORY_CLASSES[self.pool.backing.name],
             alignment=_ALIGNMENT_NBYTES,
             quantization=_quantization(spec),
         )

@@ -56,6 +56,7 @@ def strided_view(array: Any, *, name: str) -> StridedView:
 
     Raises:
         GeometryError: the object shows no memory, or memory that must not be written.
+        TransportError: it does not say on which GPU it is, and there is no CUDA driver to ask.
     """
     if isinstance(array, np.ndarray):
         return _numpy_view(array, array, name=name)
@@ -109,26 +110,41 @@ def _torch_view(tensor: Any) -> StridedView:
 
 
 def _cuda_view(array: Any, *, name: str) -> StridedView:
+    # Versions 0 to 3: strides may be absent (0, 1) or None (2, 3), a stream may be named (3): the caller waits for it.
     interface = array.__cuda_array_interface__
     address, read_only = interface["data"]
     shape = tuple(interface["shape"])
     if read_only:
         raise _read_only(name, shape)
+    if interface.get("mask") is not None:
+        raise GeometryError("must be none: pages hold every element", field=f"{name}.mask", value="given")
     dtype = getattr(array, "dtype", None) or np.dtype(interface["typestr"])
     itemsize = np.dtype(interface["typestr"]).itemsize
     strides = interface.get("strides")
-    device = getattr(array, "device", None)
     return StridedView(
         address=address,
         shape=shape,
         strides_nbytes=contiguous_strides(shape, itemsize) if strides is None else tuple(strides),
         itemsize=itemsize,
         dtype_name=str(dtype),
-        device=f"cuda:{getattr(device, 'id', 0)}",
+        device=_cuda_device(array, address, name=name),
         owner=array,
         allocation=address,
         array=array,
     )
+
+
+def _cuda_device(array: Any, address: int, *, name: str) -> str:
+    """The interface does not tell; CuPy's arrays do, and else the driver."""
+    index = getattr(getattr(array, "device", None), "id", None)
+    if index is None:
+        from hurray_rdma.transport.cuda import driver  # noqa: PLC0415 - loads UCX, which views elsewhere need not
+
+        pointer = driver().pointer(address)
+        if pointer is None:
+            raise GeometryError("points at memory that CUDA does not know", field=f"{name}.data", value=hex(address))
+        index = pointer.device_index
+    return f"cuda:{index}"
 
 
 def _dlpack_view(array: Any, *, name: str) -> StridedView:

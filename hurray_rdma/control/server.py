@@ -229,7 +229,8 @@ class ServerSession(DataSession):
             )
         if not set(self.config.devices) & set(hello.devices):
             raise DeviceUnavailableError(
-                f"this side moves memory of device tags {self.config.devices}, the peer of {hello.devices[:8]}: "
+                f"this side moves memory of device tags {[*map(int, self.config.devices)]}, the peer of "
+                f"{[*hello.devices[:8]]}: "
                 "none is common",
                 fix="Compare the devices that UCX has on the two sides: `ucx_info -d`",
             )

@@ -180,7 +180,9 @@ def check_snapshot(
     check_pair(source, dest)
     if first.device_tag not in devices:
         raise DeviceUnavailableError(
-            f"the peer named the device tags {sorted(devices)}", field="device_tag", value=first.device_tag
+            f"the peer named the device tags {sorted(map(int, devices))}",
+            field="device_tag",
+            value=int(first.device_tag),
         )
     total_tokens = int(told.seq_lens.sum(dtype="uint64"))
     for name, described, given in (

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -49,16 +49,22 @@ class RemotePool:
     layout: PoolLayout
     memories: tuple[RemoteMemory, ...]
     """None where pages travel on the control channel."""
+    device: str = "cpu"
+    """Of the pages here that go there, or come from there."""
+
+    def seen_from(self, device: str) -> RemotePool:
+        """The same pool, to or from pages on a device."""
+        return self if device == self.device else replace(self, device=device)
 
     @property
     def lane(self) -> str:
         """UCX transport that carries pages."""
-        return self.memories[0].lane if self.memories else FRAMES_LANE
+        return self.memories[0].lane_from(self.device) if self.memories else FRAMES_LANE
 
     @property
     def path(self) -> str:
         """How they are moved: ``mapped``, ``put`` (or got) or ``frames``."""
-        return self.memories[0].path.value if self.memories else FRAMES_PATH
+        return self.memories[0].path_from(self.device).value if self.memories else FRAMES_PATH
 
 
 class Route(Protocol):

@@ -141,6 +141,7 @@ class Fetching(Exchange[Published]):
         pool = (
             self._into.pool if isinstance(self._into, Placement) else self._into(remote.layout.spec, remote.pool.device)
         )
+        remote = self._remote = remote.seen_from(pool.device)
         check_pair(remote.layout.spec, pool.spec)
         source, page_map = check_published(
             published, remote.layout, pool.spec, dialect=self._route.dialect(), device=remote.pool.device

@@ -88,6 +88,8 @@ class Mover:
             for start in range(0, len(layers), step):
                 tensors = [(role, layer) for layer in layers[start : start + step] for role in spec.roles]
                 self._move([move for tensor in tensors for move in self._plan.moves(*tensor)], moves)
+                if self._reads:
+                    self._pool.make_visible()
                 ended([spec.index(*tensor) for tensor in tensors])
         except HurrayError as error:
             self.in_doubt = self.in_doubt or error.in_doubt
@@ -123,6 +125,7 @@ class Mover:
                 lengths=lengths,
                 stop=self._stop,
                 timeout_s=self._left_s(),
+                path=remote.path_from(self._pool.device),  # zeros, which are in host memory, go the way of the pages
             )
         done.add(Moves(moved.num_operations, moved.nbytes, moved.seconds))
 

@@ -29,6 +29,7 @@ class RemotePools:
         self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
         self._open: dict[int, RemotePool] = {}
         self._fell_back = False
+        self._staged: set[tuple[str, str]] = set()
         self.useless: HurrayError | None = None
         """Why an announced pool cannot be used, if one could not."""
 
@@ -95,7 +96,7 @@ class RemotePools:
         if name is not None:
             for remote in pools:
                 if (remote.pool.name or "default") == (name or "default"):
-                    return remote
+                    return self._from(remote, device)
             names = [remote.pool.name or "default" for remote in pools]
             raise GeometryError(
                 f"the receiving side has pools {names}", field="pool", value=name, fix="It may add one: Engine.add_pool"
@@ -109,7 +110,7 @@ class RemotePools:
             )
         for remote in fitting:
             if same_kind(remote.pool.device, device):
-                return remote
+                return self._from(remote, device)
         first = fitting[0].pool
         raise DeviceUnavailableError(
             f"the receiving side's pools for these layers are on {[remote.pool.device for remote in fitting]}",
@@ -117,6 +118,19 @@ class RemotePools:
             value=device,
             fix=f"Pages go to another kind of device only where that is asked for: pool={first.name or 'default'!r}",
         )
+
+    def _from(self, remote: RemotePool, device: str) -> RemotePool:
+        """Says once of each kind of device that UCX has no lane for it."""
+        seen = remote.seen_from(device)
+        if seen.lane.endswith("(staged)") and (kinds := (device[:4], remote.pool.device[:4])) not in self._staged:
+            self._staged.add(kinds)
+            self._log.warning(
+                "pages from %s to %s travel over %s: UCX copies them through the host; see `hurray-rdma doctor`",
+                device,
+                remote.pool.device,
+                seen.lane,
+            )
+        return seen
 
     def warn_if_slow(self, *, same_host: bool) -> None:
         """UCX takes a slow lane without a word."""
@@ -143,7 +157,9 @@ class RemotePools:
         if self._endpoint is not None:
             try:
                 for region in pool.regions:
-                    remote = RemoteRegion(remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey)
+                    remote = RemoteRegion(
+                        remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey, device=pool.device
+                    )
                     memories.append(self._endpoint.open_region(remote))
             except TransportError as error:
                 for memory in memories:

@@ -9,6 +9,7 @@ from typing_extensions import Buffer
 HOST: int
 CUDA: int
 CUDA_MANAGED: int
+UNKNOWN: int
 
 class UcxError(Exception):
     call: str

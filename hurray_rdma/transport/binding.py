@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from hurray_rdma.errors import TransportError
 
@@ -73,9 +73,13 @@ class BoundContext:
         """``ucp_context_h``."""
         return int(self._context.handle)
 
-    def open_worker(self) -> BoundWorker:
-        """A worker of its own, with a progress thread that sleeps while nothing happens."""
-        return BoundWorker(self._context)
+    def open_worker(self, on_start: Callable[[], None] | None = None) -> BoundWorker:
+        """A worker of its own, with a progress thread that sleeps while nothing happens.
+
+        Args:
+            on_start: called on that thread before it does anything else.
+        """
+        return BoundWorker(self._context, on_start)
 
 
 class BoundWorker:
@@ -84,9 +88,11 @@ class BoundWorker:
     Emulated and tcp lanes want the target to progress; the thread sleeps in epoll until there is something to do.
     """
 
-    def __init__(self, context: object) -> None:
+    def __init__(self, context: object, on_start: Callable[[], None] | None = None) -> None:
         try:
             self._worker = libucxx.UCXWorker(context)
+            if on_start is not None:
+                self._worker.set_progress_thread_start_callback(on_start)
             self._worker.start_progress_thread(polling_mode=False, epoll_timeout=-1)
             self.address: bytes = bytes(libucxx.UCXAddress.create_from_worker(self._worker).tobytes())
         except UCXError as error:

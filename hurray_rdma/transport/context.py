@@ -9,6 +9,7 @@ environment.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
@@ -18,9 +19,12 @@ from pathlib import Path
 
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.transport.binding import BoundContext, native
+from hurray_rdma.transport.cuda import Driver, driver
+from hurray_rdma.transport.devices import Backing, check_device_memory, device_index, host_backing, missing_flush
 from hurray_rdma.transport.endpoint import Worker
 from hurray_rdma.transport.mappings import mapping_kind, ucx_copies
 from hurray_rdma.transport.memory import Region
+from hurray_rdma.transport.streams import Gates, StreamWatch
 
 __all__ = ["Context", "default_context"]
 
@@ -57,27 +61,62 @@ class Context:
         seen = native.memory_types(self._bound.handle)
         self.device_kinds: tuple[str, ...] = ("cpu", "cuda") if native.CUDA in seen else ("cpu",)
         """Kinds of devices whose memory UCX moves: CUDA where its transports and a driver with a GPU are there."""
+        self._flushes: dict[int, int | None] = {}
+        self._device_index: int | None = None
+        """Of the first device of which memory was registered."""
         self.memory_domain = _memory_domain(self._bound.handle)
         """The same for two processes that UCX lets move bytes through the memory of this host, else different."""
 
-    def allocate(self, nbytes: int, *, device: str = "cpu") -> Region:
-        """Memory of UCX's choice, zero-filled on the host; a peer on this host can map it and write with plain stores.
+    @functools.cached_property
+    def driver(self) -> Driver:
+        """CUDA's, where memory of devices is used.
+
+        Raises:
+            TransportError: there is none.
+        """
+        return driver()
+
+    @functools.cached_property
+    def streams(self) -> StreamWatch:
+        """Tells when work on a CUDA stream has run."""
+        return StreamWatch(self.driver)
+
+    @functools.cached_property
+    def gates(self) -> Gates:
+        """Lets CUDA streams wait for pages."""
+        return Gates(self.driver)
+
+    def missing_flush(self, index: int) -> int | None:
+        """As `devices.missing_flush`, asked once for each device."""
+        if index not in self._flushes:
+            self._flushes[index] = missing_flush(self.driver, index)
+        return self._flushes[index]
+
+    def allocate(self, nbytes: int, *, pinned: bool = False) -> Region:
+        """Host memory of UCX's choice, zero-filled; a peer on this host can map it and write with plain stores.
 
         Args:
             nbytes: length, > 0.
-            device: ``"cpu"`` or ``"cuda:N"``.
+            pinned: page-locked for CUDA: copies between it and a device run at full speed.
 
         Raises:
-            RegistrationError: no memory, or UCX cannot register memory of that device.
+            RegistrationError: no memory, or UCX cannot register it.
+            TransportError: ``pinned``, and there is no CUDA driver.
         """
         self._check_process()
-        memory_type = _memory_type(device)
         if nbytes <= 0:
             raise RegistrationError("must be above 0", field="nbytes", value=nbytes)
-        return self._checked(self._allocate(nbytes, memory_type, device), device, allocated=True, owner=None)
+        region = Region(self._allocate(nbytes), device="cpu", context=self, allocated=True, owner=None)
+        if pinned:
+            try:
+                region.pin()
+            except BaseException:
+                region.close()
+                raise
+        return region
 
-    def _allocate(self, nbytes: int, memory_type: int, device: str) -> native.Memory:
-        if device == "cpu" and nbytes > (available := _available_nbytes()):
+    def _allocate(self, nbytes: int) -> native.Memory:
+        if nbytes > (available := _available_nbytes()):
             # Asked for more than there is, UCX fills all of /dev/shm before it gives up.
             raise RegistrationError(
                 f"must be at most the {available} bytes of memory that are available",
@@ -86,10 +125,10 @@ class Context:
                 fix="Make the pool smaller",
             )
         try:
-            return native.Memory.allocate(self._bound.handle, nbytes, memory_type, (self._bound.owner,))
+            return native.Memory.allocate(self._bound.handle, nbytes, native.HOST, (self._bound.owner,))
         except native.UcxError as error:
             raise RegistrationError(
-                f"UCX could not allocate {nbytes} bytes on {device}: {error}",
+                f"UCX could not allocate {nbytes} bytes: {error}",
                 field="nbytes",
                 value=nbytes,
                 fix="Free memory, or raise the shared-memory limits (`ipcs -l`, `df /dev/shm`)",
@@ -105,16 +144,32 @@ class Context:
             device: ``"cpu"`` or ``"cuda:N"``.
 
         Raises:
-            RegistrationError: UCX refuses, or sees the memory as of another kind than ``device`` says.
+            RegistrationError: UCX refuses; or CUDA or UCX sees the memory as of another kind than ``device`` says, or
+                as a kind that GPUDirect cannot reach; or there is no CUDA driver.
         """
         self._check_process()
-        memory_type = _memory_type(device)
+        index = device_index(device)
         if nbytes <= 0 or address <= 0:
             raise RegistrationError("must both be above 0", field="(address, nbytes)", value=(address, nbytes))
-        memory = self._map(address, nbytes, memory_type, device, owner)
-        return self._checked(memory, device, allocated=False, owner=owner)
+        if index is None:
+            backing = host_backing(self.driver, address) if "cuda" in self.device_kinds else Backing.PLAIN
+            memory = self._map(address, nbytes, device, owner)
+        else:
+            try:
+                cuda = self.driver
+            except TransportError as error:
+                raise RegistrationError(str(error), field="device", value=device) from error
+            with cuda.current(index):
+                backing = check_device_memory(cuda, address, nbytes, index=index)
+                memory = self._map(address, nbytes, device, owner)
+            self._check_seen(memory, device, backing)
+            if self._device_index is None:
+                self._device_index = index
+        return Region(memory, device=device, context=self, allocated=False, owner=owner, backing=backing)
 
-    def _map(self, address: int, nbytes: int, memory_type: int, device: str, owner: object) -> native.Memory:
+    def _map(self, address: int, nbytes: int, device: str, owner: object) -> native.Memory:
+        # UCX believes whoever names a type, so that it is left to look for itself wherever that matters.
+        memory_type = native.HOST if device == "cpu" else native.UNKNOWN
         try:
             return native.Memory.map(self._bound.handle, address, nbytes, memory_type, (self._bound.owner, owner))
         except native.UcxError as error:
@@ -133,9 +188,9 @@ class Context:
         """
         self._check_process()
         old, device = region.memory, region.device
-        memory_type = _memory_type(device)
         if not region.allocated:
-            return self._map(old.address, old.nbytes, memory_type, device, region.owner)
+            with region.current():
+                return self._map(old.address, old.nbytes, device, region.owner)
         if mapping_kind(region.seen_address) == "private":
             raise RegistrationError(
                 "the memory cannot be replaced in place: UCX allocated it, and not as shared memory",
@@ -143,7 +198,7 @@ class Context:
                 value=repr(region),
                 fix="Close the pool and make it anew, or make pools that are to be renewed from arrays of your own",
             )
-        new = self._allocate(old.nbytes, memory_type, device)
+        new = self._allocate(old.nbytes)
         try:
             new.take_over(old, region.seen_address)
         except (OSError, ValueError) as error:
@@ -156,20 +211,23 @@ class Context:
     def open_worker(self) -> Worker:
         """A worker with a progress thread of its own, about 10 ms and 4 MiB; close it."""
         self._check_process()
-        return Worker(self._bound.open_worker())
+        index = self._device_index
+        return Worker(self._bound.open_worker(None if index is None else lambda: self.driver.adopt(index)))
 
-    def _checked(self, memory: native.Memory, device: str, *, allocated: bool, owner: object) -> Region:
-        if memory.memory_type != _memory_type(device):
-            seen = memory.memory_type
-            memory.close()
-            raise RegistrationError(
-                f"UCX sees memory type {seen} where {device} is {_memory_type(device)}: it would not use the device's "
-                "lanes",
-                field="device",
-                value=device,
-                fix="Check that UCX was built with CUDA support (`ucx_info -d | grep cuda`)",
-            )
-        return Region(memory, device=device, context=self, allocated=allocated, owner=owner)
+    @staticmethod
+    def _check_seen(memory: native.Memory, device: str, backing: Backing) -> None:
+        expected = native.CUDA_MANAGED if backing is Backing.MANAGED else native.CUDA
+        seen = memory.memory_type
+        if seen == expected:
+            return
+        memory.close()
+        if seen == native.HOST:
+            why = "the host's: it would copy pages through the host, or read them there and crash"
+            fix = "Check that UCX has CUDA's transports (`ucx_info -d | grep cuda`) and UCX_TLS allows them"
+        else:
+            why = f"type {seen}, which it takes stream-ordered pools for: it would use none of the device's lanes"
+            fix = "Allocate the arrays with cudaMalloc, not cudaMallocAsync, or use PagePool.allocate"
+        raise RegistrationError(f"UCX sees the memory as {why}", field="device", value=device, fix=fix)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -185,15 +243,6 @@ def _memory_domain(handle: int) -> bytes:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("ipc", "pid"))
     return ":".join((boot_id, *map(str, namespaces))).encode()
-
-
-def _memory_type(device: str) -> int:
-    if device == "cpu":
-        return native.HOST
-    kind, _, index = device.partition(":")
-    if kind == "cuda" and index.isdecimal():
-        return native.CUDA
-    raise ConfigError("must be 'cpu' or 'cuda:N'", field="device", value=device)
 
 
 def _available_nbytes() -> int:

@@ -6,6 +6,7 @@ UCX falls back to software emulation (active messages that the target's CPU copi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = ["Lane", "LaneReport", "parse_lanes"]
@@ -13,6 +14,10 @@ __all__ = ["Lane", "LaneReport", "parse_lanes"]
 _LANE = re.compile(
     r"^#\s*lane\[\d+\]:\s+\d+:(?P<transport>[^/\s]+)/(?P<device>\S+)\s+md\[\d+\]\s+->\s+\S+(?P<roles>.*)$"
 )
+_DEVICE_ONLY = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
+"""Transports that carry no host memory."""
+_NETWORK = re.compile(r"^(rc|dc|ud)(_|$)")
+"""RDMA hardware, which reaches device memory where the machine allows GPUDirect."""
 _RMA_ROLE = re.compile(r"\brma(_bw#\d+)?(?=\s|$)")
 
 
@@ -47,10 +52,31 @@ class LaneReport:
 
     @property
     def name(self) -> str:
-        """The transport that carries RMA, e.g. ``"cma"``, ``"tcp"`` or ``"tcp (emulated)"``."""
-        if self.rma:
-            return "+".join(dict.fromkeys(lane.transport for lane in self.rma))
-        return "+".join(dict.fromkeys(lane.transport for lane in self.messages)) + " (emulated)"
+        """The transport that carries RMA of host memory, e.g. ``"cma"``, ``"tcp"`` or ``"tcp (emulated)"``."""
+        rma = [lane.transport for lane in self.rma if lane.transport not in _DEVICE_ONLY]
+        return _joined(rma) or f"{self._by_messages} (emulated)"
+
+    def name_between(self, device: str, peer_device: str) -> str:
+        """The same, of memory on a device here or of the peer: ``"cuda_ipc"``, ``"rc_mlx5"``, ``"tcp (staged)"``.
+
+        Staged: through host memory of UCX's own, with messages; UCX has no lane between the two.
+        """
+        if device == peer_device == "cpu":
+            return self.name
+        rma = [lane.transport for lane in self.rma]
+        if "cuda_ipc" in rma and "cpu" not in (device, peer_device):
+            return "cuda_ipc"
+        network = _joined(transport for transport in rma if _NETWORK.match(transport))
+        return network or f"{self._by_messages} (staged)"
+
+    @property
+    def _by_messages(self) -> str:
+        lanes = (lane.transport for lane in (*self.messages, *self.rma))
+        return _joined(transport for transport in lanes if transport not in _DEVICE_ONLY | {"cma"})
+
+
+def _joined(transports: Iterable[str]) -> str:
+    return "+".join(dict.fromkeys(transports))
 
 
 def parse_lanes(info: str, *, error_handling: bool) -> LaneReport:

@@ -6,6 +6,7 @@ the other.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.errors import RegistrationError
 from hurray_rdma.transport.binding import native
+from hurray_rdma.transport.devices import Backing, device_index
 from hurray_rdma.transport.envelope import seal
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class RemoteRegion:
     """Length in bytes, > 0."""
     rkey: bytes
     """The packed UCX rkey in its envelope (`hurray_rdma.transport.envelope`)."""
+    device: str = "cpu"
+    """Of the peer: ``"cpu"`` or ``"cuda:N"``."""
 
 
 class Region:
@@ -41,7 +45,16 @@ class Region:
     until the last array over it is gone, so that no view dangles.
     """
 
-    def __init__(self, memory: native.Memory, *, device: str, context: Context, allocated: bool, owner: object) -> None:
+    def __init__(
+        self,
+        memory: native.Memory,
+        *,
+        device: str,
+        context: Context,
+        allocated: bool,
+        owner: object,
+        backing: Backing = Backing.PLAIN,
+    ) -> None:
         self._memory = memory
         self._seen = memory
         """Where its arrays are: `renew` leaves them in place."""
@@ -53,6 +66,10 @@ class Region:
         """Where it is registered; an engine uses regions of its own context only."""
         self.device = device
         """``"cpu"`` or ``"cuda:N"``."""
+        self.backing = backing
+        """What kind of memory of the device it is."""
+        self._pinned = False
+        """By `pin`, here."""
 
     @property
     def address(self) -> int:
@@ -86,7 +103,43 @@ class Region:
 
     def remote(self) -> RemoteRegion:
         """What a peer needs to reach this region (``ucp_rkey_pack``)."""
-        return RemoteRegion(remote_addr=self.address, nbytes=self.nbytes, rkey=seal(self.memory.pack_rkey()))
+        rkey = seal(self.memory.pack_rkey())
+        return RemoteRegion(remote_addr=self.address, nbytes=self.nbytes, rkey=rkey, device=self.device)
+
+    @property
+    def device_index(self) -> int | None:
+        """Number of its CUDA device; None on the host."""
+        return device_index(self.device)
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """While this thread hands the region to UCX, or to CUDA: its device's context is current."""
+        index = self.device_index
+        return contextlib.nullcontext() if index is None else self.context.driver.current(index)
+
+    def make_visible(self) -> None:
+        """Lets kernels that are launched later see what peers have written: nothing to do on most machines.
+
+        Raises:
+            TransportError: CUDA refuses.
+        """
+        index = self.device_index
+        if index is not None and (scope := self.context.missing_flush(index)) is not None:
+            with self.current():
+                self.context.driver.flush_remote_writes(scope)
+
+    def pin(self) -> None:
+        """Page-locks host memory that UCX allocated; `renew` keeps it so.
+
+        Raises:
+            TransportError: there is no CUDA driver, or it refuses.
+        """
+        self.context.driver.pin(self.seen_address, self.nbytes)
+        self._pinned, self.backing = True, Backing.PINNED
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            self._pinned = False
+            self.context.driver.unpin(self.seen_address)
 
     def array(self) -> NDArray[np.uint8]:
         """The bytes, uint8 ``[nbytes]``, writable, host memory only; keeps the region's memory alive.
@@ -109,8 +162,13 @@ class Region:
             RegistrationError: the region is closed or in use, or UCX refuses; it is as it was.
         """
         self.check_renewable()
-        old = self.memory
-        self._memory = self.context.remake(self)
+        old, pinned = self.memory, self._pinned
+        self._unpin()  # which holds the pages that are to be replaced
+        try:
+            self._memory = self.context.remake(self)
+        finally:
+            if pinned:
+                self.pin()
         if not self.allocated:
             self._seen = self._memory
         if old is not self._seen:
@@ -132,6 +190,7 @@ class Region:
 
     def close(self) -> None:
         """Deregisters (``ucp_mem_unmap``): rkeys of it are void from now on. Idempotent."""
+        self._unpin()
         self._memory.close()
         self._seen.close()
 

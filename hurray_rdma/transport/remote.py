@@ -65,18 +65,29 @@ class RemoteMemory:
         self._lock = threading.Lock()
         self._busy = 0
         self._closing = False
-        self._pointer = self._rkey.pointer(remote.remote_addr)
+        # Memory of a device is not for this process's own loads and stores, wherever it is mapped.
+        self._pointer = self._rkey.pointer(remote.remote_addr) if remote.device == "cpu" else 0
         self._mapping = mapping_kind(self._pointer) if self._pointer else None
+
+    def path_from(self, device: str) -> Path:
+        """How `write` and `read` will move bytes between it and this process's memory on a device."""
+        return Path.MAPPED if self._pointer and device == "cpu" else Path.PUT
+
+    def lane_from(self, device: str) -> str:
+        """The transport that carries them: the kind of shared memory when mapped, else the endpoint's RMA lane."""
+        if self._mapping and device == "cpu":
+            return self._mapping
+        return self._endpoint.lanes.name_between(device, self.remote.device)
 
     @property
     def path(self) -> Path:
-        """How `write` and `read` will move bytes."""
-        return Path.MAPPED if self._pointer else Path.PUT
+        """`path_from` host memory."""
+        return self.path_from("cpu")
 
     @property
     def lane(self) -> str:
-        """The transport that carries the bytes: the kind of shared memory when mapped, else the endpoint's RMA lane."""
-        return self._mapping or self._endpoint.lanes.name
+        """`lane_from` host memory."""
+        return self.lane_from("cpu")
 
     def write(
         self,
@@ -87,6 +98,7 @@ class RemoteMemory:
         lengths: Offsets,
         stop: StopFlag,
         timeout_s: float,
+        path: Path | None = None,
     ) -> Moved:
         """Writes a plan and waits until every byte is at the peer. Blocks; releases the GIL.
 
@@ -97,6 +109,7 @@ class RemoteMemory:
             lengths: uint64 ``[num_operations]``, bytes, each > 0.
             stop: set it from another thread to end the plan early.
             timeout_s: budget for the whole plan.
+            path: as of other memory of the same transfer; None is `path_from` the device of ``src``.
 
         Raises:
             GeometryError: a piece lies outside either region; nothing was written.
@@ -109,7 +122,8 @@ class RemoteMemory:
         """
         _check_inside("src", src_offsets, lengths, src.nbytes)
         _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
-        return self._move(src, src_offsets, dst_offsets, lengths, get=False, stop=stop, timeout_s=timeout_s)
+        path = path or self.path_from(src.device)
+        return self._move(src, src_offsets, dst_offsets, lengths, path=path, get=False, stop=stop, timeout_s=timeout_s)
 
     def read(
         self,
@@ -120,6 +134,7 @@ class RemoteMemory:
         lengths: Offsets,
         stop: StopFlag,
         timeout_s: float,
+        path: Path | None = None,
     ) -> Moved:
         """Reads a plan and waits until every byte is here. Blocks; releases the GIL.
 
@@ -127,14 +142,15 @@ class RemoteMemory:
             dst: this process's region; must stay registered until the call returns.
             src_offsets: uint64 ``[num_operations]``, bytes from the start of the remote region.
             dst_offsets: uint64 ``[num_operations]``, bytes from the start of ``dst``.
-            lengths, stop, timeout_s: as of `write`.
+            lengths, stop, timeout_s, path: as of `write`.
 
         Raises:
             HurrayError: as `write`; ``in_doubt`` tells whether bytes may still arrive in ``dst``.
         """
         _check_inside("src", src_offsets, lengths, self.remote.nbytes)
         _check_inside("dst", dst_offsets, lengths, dst.nbytes)
-        return self._move(dst, dst_offsets, src_offsets, lengths, get=True, stop=stop, timeout_s=timeout_s)
+        path = path or self.path_from(dst.device)
+        return self._move(dst, dst_offsets, src_offsets, lengths, path=path, get=True, stop=stop, timeout_s=timeout_s)
 
     def _move(
         self,
@@ -143,6 +159,7 @@ class RemoteMemory:
         remote_offsets: Offsets,
         lengths: Offsets,
         *,
+        path: Path,
         get: bool,
         stop: StopFlag,
         timeout_s: float,
@@ -153,19 +170,20 @@ class RemoteMemory:
         try:
             memory.hold()
             try:
-                if not self._pointer:
-                    outcome = self._endpoint.post(
-                        memory,
-                        local_address=memory.address,
-                        remote_address=self.remote.remote_addr,
-                        rkey=self._rkey,
-                        local_offsets=local_offsets,
-                        remote_offsets=remote_offsets,
-                        lengths=lengths,
-                        get=get,
-                        stop=stop,
-                        timeout_s=timeout_s,
-                    )
+                if path is Path.PUT:
+                    with local.current():
+                        outcome = self._endpoint.post(
+                            memory,
+                            local_address=memory.address,
+                            remote_address=self.remote.remote_addr,
+                            rkey=self._rkey,
+                            local_offsets=local_offsets,
+                            remote_offsets=remote_offsets,
+                            lengths=lengths,
+                            get=get,
+                            stop=stop,
+                            timeout_s=timeout_s,
+                        )
                 else:
                     here, there = (memory.address, local_offsets), (self._pointer, remote_offsets)
                     (src, src_offsets), (dst, dst_offsets) = (there, here) if get else (here, there)

@@ -10,7 +10,7 @@ import pytest
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
 from hurray_rdma.cache.views import strided_view
-from hurray_rdma.errors import GeometryError
+from hurray_rdma.errors import GeometryError, TransportError
 
 SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=4, page_size=3, dtype="float32", roles=("fused",))
 
@@ -43,14 +43,14 @@ class OnCuda:
     device = Device()
     dtype = np.dtype(ml_dtypes.bfloat16)
 
-    def __init__(self, *, strides: tuple[int, ...] | None = None, read_only: bool = False) -> None:
+    def __init__(self, *, strides: tuple[int, ...] | None = None, read_only: bool = False, **more: Any) -> None:
         self.__cuda_array_interface__ = {
             "data": (4096, read_only),
             "shape": (5, 3, 2, 4),
             "typestr": "<V2",
             "strides": strides,
             "version": 3,
-        }
+        } | more
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,40 @@ def test_device_arrays_keep_their_device_and_strides() -> None:
     assert strided_view(OnCuda(strides=(96, 16, 8, 2)), name="a").strides_nbytes == (96, 16, 8, 2)
     with pytest.raises(GeometryError, match="is read-only"):
         strided_view(OnCuda(read_only=True), name="a")
+
+
+def test_every_version_of_the_cuda_interface_is_read() -> None:
+    old = OnCuda()
+    del old.__cuda_array_interface__["strides"]
+    old.__cuda_array_interface__["version"] = 0
+    assert strided_view(old, name="a").strides_nbytes == (48, 16, 8, 2)
+    assert strided_view(OnCuda(version=2, mask=None), name="a").strides_nbytes == (48, 16, 8, 2)
+    assert strided_view(OnCuda(stream=2), name="a").address == 4096
+    with pytest.raises(GeometryError, match=r"a\.mask = 'given'"):
+        strided_view(OnCuda(mask=OnCuda()), name="a")
+
+
+def test_an_array_that_does_not_tell_its_gpu_needs_the_driver() -> None:
+    array = OnCuda()
+    array.device = None  # type: ignore[assignment]
+    with pytest.raises((TransportError, GeometryError), match=r"no CUDA driver|CUDA does not know"):
+        strided_view(array, name="a")
+
+
+@pytest.mark.parametrize(("kind", "stream"), [(2, -1), (13, -1), (1, None), (3, None)])
+def test_a_producer_on_a_device_need_not_wait_for_any_stream(kind: int, stream: int | None) -> None:
+    asked: list[int | None] = []
+
+    class Producer(OnlyDLPack):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return kind, 0
+
+        def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> Any:
+            asked.append(stream)
+            return super().__dlpack__(max_version=max_version)
+
+    strided_view(Producer(np.zeros(4, np.float32), old=False), name="a")
+    assert asked == [stream]
 
 
 def test_raw_bits_of_the_right_size_are_accepted() -> None:

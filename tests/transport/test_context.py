@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, default_context
+from hurray_rdma.transport.binding import BoundContext
 from hurray_rdma.transport.mappings import ucx_copies
 
 
@@ -57,13 +59,13 @@ def test_allocation_that_cannot_be_is_an_error_with_the_size() -> None:
 def test_device_names_are_checked() -> None:
     for device in ("gpu", "cuda", "cuda:x", ""):
         with pytest.raises(ConfigError) as caught:
-            Context().allocate(4096, device=device)
+            Context().register(4096, 4096, owner=None, device=device)
         assert caught.value.value == device
 
 
 def test_host_memory_is_not_taken_for_a_gpus() -> None:
     array = np.zeros(4096, np.uint8)
-    with pytest.raises(RegistrationError):
+    with pytest.raises(RegistrationError, match=r"there is no CUDA driver|CUDA knows no device memory"):
         Context().register(array.ctypes.data, array.nbytes, owner=array, device="cuda:0")
 
 
@@ -162,3 +164,19 @@ def test_second_copy_of_ucx_is_refused_by_name(tmp_path: Path) -> None:
     assert default == [first]
     assert str(second) in text
     assert first in text
+
+
+def test_the_progress_thread_does_what_it_is_told_before_anything_else() -> None:
+    started: list[str] = []
+    worker = BoundContext({}).open_worker(lambda: started.append(threading.current_thread().name))
+    worker.close()
+    assert len(started) == 1
+    assert started[0] != threading.current_thread().name
+
+
+def test_a_pinned_region_needs_a_driver_and_leaves_nothing_without_one() -> None:
+    context = Context()
+    if "cuda" in context.device_kinds:
+        pytest.skip("there is a GPU here")
+    with pytest.raises(TransportError, match="there is no CUDA driver"):
+        context.allocate(1 << 20, pinned=True)

@@ -28,6 +28,7 @@ cdef extern from "stdio.h" nogil:
 HOST = <int>UCS_MEMORY_TYPE_HOST
 CUDA = <int>UCS_MEMORY_TYPE_CUDA
 CUDA_MANAGED = <int>UCS_MEMORY_TYPE_CUDA_MANAGED
+UNKNOWN = <int>UCS_MEMORY_TYPE_UNKNOWN
 
 
 class UcxError(Exception):
@@ -80,7 +81,7 @@ cdef class Memory:
     @staticmethod
     def map(uintptr_t context, uintptr_t address, size_t nbytes, int memory_type, owners):
         """``ucp_mem_map`` of memory that exists; ``owners`` (kept until unmapped) are the ucxx
-        context and whoever owns the memory."""
+        context and whoever owns the memory. With the type `UNKNOWN` UCX finds it out."""
         return _map(context, address, nbytes, memory_type, 0, owners)
 
     @staticmethod
@@ -172,11 +173,12 @@ cdef Memory _map(uintptr_t context, uintptr_t address, size_t nbytes, int memory
     cdef ucs_status_t status
 
     memset(&params, 0, sizeof(params))
-    params.field_mask = (UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_FLAGS
-                         | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE)
+    params.field_mask = UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_FLAGS
     params.length = nbytes
     params.flags = flags
-    params.memory_type = <ucs_memory_type_t>memory_type
+    if memory_type != <int>UCS_MEMORY_TYPE_UNKNOWN:
+        params.field_mask |= UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE
+        params.memory_type = <ucs_memory_type_t>memory_type
     if not flags & UCP_MEM_MAP_ALLOCATE:
         params.field_mask |= UCP_MEM_MAP_PARAM_FIELD_ADDRESS
         params.address = <void *>address

@@ -16,6 +16,7 @@ cdef extern from "ucs/memory/memory_type.h" nogil:
         UCS_MEMORY_TYPE_HOST
         UCS_MEMORY_TYPE_CUDA
         UCS_MEMORY_TYPE_CUDA_MANAGED
+        UCS_MEMORY_TYPE_UNKNOWN
 
 cdef extern from "ucp/api/ucp.h" nogil:
     ctypedef void *ucp_context_h

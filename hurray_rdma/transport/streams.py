@@ -1,0 +1,192 @@
+"""CUDA streams: when the work on one has run, and streams that wait for pages without the host.
+
+An event is recorded where the caller stands, and asked again and again by one thread of this module, which sleeps in
+between and ends when nothing is waited for: no stream is held up by a callback into Python, no call blocks on the
+device, and who waits may give up at any time. Knows nothing of pages or transfers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hurray_rdma.errors import ConfigError, HurrayError
+from hurray_rdma.transport.cuda import Driver, Words
+
+__all__ = ["Gate", "Gates", "StreamWatch", "stream_handle"]
+
+_FIRST_LOOK_S = 20e-6
+_LONGEST_LOOK_S = 500e-6
+_WORDS_AT_A_TIME = 1024
+_WRAP = 2**32
+
+Passed = Callable[[HurrayError | None], None]
+"""Told, on the thread of the watch, that the work has run, or why that is not known."""
+
+
+def stream_handle(stream: Any) -> int:
+    """The ``CUstream`` of a stream: a number, or an object of CuPy, torch or cuda.core.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for name in ("ptr", "cuda_stream"):  # cupy.cuda.Stream, torch.cuda.Stream
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    raise ConfigError("must be a CUDA stream: of CuPy, torch or cuda.core, or its handle", field="stream", value=stream)
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """An event that has not passed yet."""
+
+    event: int
+    device_index: int
+    told: Passed
+
+
+class StreamWatch:
+    """Tells when the work that is on a stream has run. Thread-safe.
+
+    Args:
+        driver: asked about events.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._changed = threading.Condition()
+        self._watched: list[_Watched] = []
+        self._thread: threading.Thread | None = None
+
+    def mark(self, stream: Any, *, index: int, told: Passed) -> None:
+        """Tells once what is on the stream now has run.
+
+        Args:
+            stream: as of `stream_handle`.
+            index: of the device that the stream is of.
+            told: called once, on another thread; it must not block.
+
+        Raises:
+            ConfigError: it is no stream.
+            TransportError: CUDA refuses.
+        """
+        handle = stream_handle(stream)
+        with self._driver.current(index):
+            event = self._driver.record(handle)
+        with self._changed:
+            self._watched.append(_Watched(event, index, told))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hurray-streams", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_LOOK_S
+        while True:
+            with self._changed:
+                if not self._watched:
+                    self._thread = None
+                    return
+                watched = list(self._watched)
+            ended = [each for each in watched if self._look(each)]
+            with self._changed:
+                self._watched = [each for each in self._watched if each not in ended]
+                pause_s = _FIRST_LOOK_S if ended else min(2 * pause_s, _LONGEST_LOOK_S)
+                if self._watched:
+                    self._changed.wait(pause_s)
+
+    def _look(self, watched: _Watched) -> bool:
+        """Whether it is over; then it has been told."""
+        error: HurrayError | None = None
+        try:
+            with self._driver.current(watched.device_index):
+                if not self._driver.passed(watched.event):
+                    return False
+                self._driver.destroy(watched.event)
+        except HurrayError as failed:  # the kernels did; the event goes with the context
+            error = failed
+        watched.told(error)
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Closed until `open`: work queued after a `wait` runs then. Made by `Gates.make`; open it in any case."""
+
+    _gates: Gates
+    _place: int
+    _value: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _opened: bool = False
+
+    def wait(self, stream: Any, *, index: int) -> None:
+        """Lets what is queued on the stream from now on wait for the gate; returns at once.
+
+        Args:
+            stream: as of `stream_handle`.
+            index: of the device that it is of.
+
+        Raises:
+            ConfigError: it is no stream.
+            TransportError: CUDA refuses.
+        """
+        with self._lock:
+            if not self._opened:
+                self._gates.wait(stream_handle(stream), index, self._place, self._value)
+
+    def open(self) -> None:
+        """Idempotent; on any thread."""
+        with self._lock:
+            if not self._opened:
+                self._opened = True
+                self._gates.open(self._place, self._value)
+
+
+class Gates:
+    """Gates of one process, in words of page-locked memory that are used again, with the next value each time.
+
+    Args:
+        driver: makes the words, and lets streams wait for them.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._words: list[Words] = []
+        self._free: list[tuple[int, int]] = []
+
+    def make(self, *, index: int) -> Gate:
+        """A closed gate.
+
+        Args:
+            index: of a device, for its context.
+
+        Raises:
+            TransportError: no memory.
+        """
+        with self._lock:
+            if not self._free:
+                with self._driver.current(index):
+                    self._words.append(self._driver.make_words(_WORDS_AT_A_TIME))
+                first = (len(self._words) - 1) * _WORDS_AT_A_TIME
+                self._free = [(place, 0) for place in range(first, first + _WORDS_AT_A_TIME)]
+            place, value = self._free.pop()
+            return Gate(self, place, (value + 1) % _WRAP)
+
+    def wait(self, stream: int, index: int, place: int, value: int) -> None:
+        """For `Gate`."""
+        words = self._words[place // _WORDS_AT_A_TIME]
+        with self._driver.current(index):
+            self._driver.wait_word(stream, words.device_address + 4 * (place % _WORDS_AT_A_TIME), value)
+
+    def open(self, place: int, value: int) -> None:
+        """For `Gate`. Who waits for an earlier value of the word has passed, or passes now (``GEQ``, cyclic)."""
+        self._words[place // _WORDS_AT_A_TIME].host[place % _WORDS_AT_A_TIME] = value
+        with self._lock:
+            self._free.append((place, value))

@@ -1,0 +1,74 @@
+"""A CUDA driver that says what it was told to say, and writes down what it was asked: for the logic above it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hurray_rdma.errors import TransportError
+from hurray_rdma.transport.cuda import Pointer, Trait, Words
+
+DEVICE_ADDRESS = 0x7000_0000
+"""Of the words, as a device has them."""
+
+
+@dataclass
+class RecordedDriver:
+    pointers: dict[int, Pointer] = field(default_factory=dict)
+    traits: dict[Trait, int] = field(default_factory=dict)
+    passed_after: int = 0
+    """How often an event is asked before it has passed."""
+    fails: bool = False
+    """Whether kernels have failed: every event tells."""
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+    words: list[Words] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
+    asked: int = 0
+
+    def pointer(self, address: int) -> Pointer | None:
+        return self.pointers.get(address)
+
+    def trait(self, device_index: int, trait: Trait) -> int:
+        return self.traits.get(trait, 0)
+
+    @contextlib.contextmanager
+    def current(self, device_index: int) -> Iterator[None]:
+        self.context.append(device_index)
+        try:
+            yield
+        finally:
+            self.context.pop()
+
+    def adopt(self, device_index: int) -> None:
+        self.calls.append(("adopt", device_index))
+
+    def record(self, stream: int) -> int:
+        self.calls.append(("record", stream, self.context[-1]))
+        return 100 + len(self.calls)
+
+    def passed(self, event: int) -> bool:
+        if self.fails:
+            raise TransportError("cuEventQuery: an illegal memory access was encountered", status=700)
+        self.asked += 1
+        return self.asked > self.passed_after
+
+    def destroy(self, event: int) -> None:
+        self.calls.append(("destroy", event))
+
+    def flush_remote_writes(self, scope: int) -> None:
+        self.calls.append(("flush", scope, self.context[-1]))
+
+    def make_words(self, count: int) -> Words:
+        self.words.append(Words((ctypes.c_uint32 * count)(), DEVICE_ADDRESS + len(self.words) * 0x10_0000))
+        return self.words[-1]
+
+    def wait_word(self, stream: int, address: int, value: int) -> None:
+        self.calls.append(("wait", stream, address, value, self.context[-1]))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.calls.append(("pin", address, nbytes))
+
+    def unpin(self, address: int) -> None:
+        self.calls.append(("unpin", address))

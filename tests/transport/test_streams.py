@@ -1,0 +1,120 @@
+"""CUDA streams as far as no device is needed: whose handle a stream is, when events are asked, what gates write."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+
+import pytest
+
+from hurray_rdma.errors import ConfigError, HurrayError, TransportError
+from hurray_rdma.transport.streams import Gates, StreamWatch, stream_handle
+from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
+
+
+class Cupy:
+    ptr = 11
+
+
+class Torch:
+    cuda_stream = 12
+
+
+class CudaCore:
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, 13
+
+
+def test_streams_of_all_libraries_are_handles() -> None:
+    assert [stream_handle(each) for each in (Cupy(), Torch(), CudaCore(), 14, 0)] == [11, 12, 13, 14, 0]
+    for wrong in (object(), "stream", -1, True, 1.5):
+        with pytest.raises(ConfigError, match="must be a CUDA stream"):
+            stream_handle(wrong)
+
+
+def told_of(driver: RecordedDriver, count: int = 1) -> list[HurrayError | None]:
+    watch, told = StreamWatch(driver), queue.SimpleQueue[HurrayError | None]()
+    for number in range(count):
+        watch.mark(20 + number, index=3, told=told.put)
+    return [told.get(timeout=10) for _ in range(count)]
+
+
+def test_the_event_is_recorded_at_once_in_the_context_of_the_device() -> None:
+    driver = RecordedDriver(passed_after=5)
+    assert told_of(driver) == [None]
+    assert driver.calls[0] == ("record", 20, 3)
+    assert driver.calls[1:] == [("destroy", 101)]
+    assert driver.asked == 6
+    assert driver.context == []
+
+
+def test_many_streams_are_watched_together() -> None:
+    assert told_of(RecordedDriver(passed_after=20), count=8) == [None] * 8
+
+
+def test_failed_kernels_are_told_and_end_the_watch() -> None:
+    (error,) = told_of(RecordedDriver(fails=True))
+    assert isinstance(error, TransportError)
+    assert "illegal memory access" in str(error)
+
+
+def test_the_thread_ends_with_the_last_event_and_starts_again() -> None:
+    driver = RecordedDriver()
+    watch, told = StreamWatch(driver), queue.SimpleQueue[HurrayError | None]()
+    for _ in range(3):
+        watch.mark(1, index=0, told=told.put)
+        assert told.get(timeout=10) is None
+        for thread in threading.enumerate():
+            if thread.name == "hurray-streams":
+                thread.join(timeout=10)
+                assert not thread.is_alive()
+
+
+def test_a_gate_lets_streams_wait_for_a_word_until_it_is_opened() -> None:
+    driver = RecordedDriver()
+    gate = Gates(driver).make(index=2)
+    gate.wait(7, index=2)
+    (call,) = driver.calls
+    kind, stream, address, value, context = call
+    assert (kind, stream, value, context) == ("wait", 7, 1, 2)
+    assert isinstance(address, int)
+    place = (address - DEVICE_ADDRESS) // 4
+    assert driver.words[0].host[place] == 0
+    gate.open()
+    gate.open()
+    assert driver.words[0].host[place] == 1
+    gate.wait(7, index=2)
+    assert len(driver.calls) == 1, "nothing to wait for any more"
+
+
+def test_words_are_used_again_with_the_next_value() -> None:
+    driver = RecordedDriver()
+    gates = Gates(driver)
+    values: list[dict[object, object]] = []
+    for _ in range(3):
+        made = [gates.make(index=0) for _ in range(1500)]
+        for gate in made:
+            gate.wait(1, index=0)
+        waits = driver.calls[-1500:]
+        assert len({call[2] for call in waits}) == 1500, "no two closed gates share a word"
+        values.append({call[2]: call[3] for call in waits})
+        for gate in made:
+            gate.open()
+    assert len(driver.words) == 2
+    assert set(values[0].values()) == {1}
+    for before, after in itertools.pairwise(values):
+        assert all(after[word] == value + 1 for word, value in before.items() if word in after)  # type: ignore[operator]
+
+
+def test_a_word_that_was_used_four_billion_times_begins_anew() -> None:
+    driver = RecordedDriver()
+    gates = Gates(driver)
+    gates.make(index=0).open()
+    place, _ = gates._free.pop()
+    gates._free.append((place, 2**32 - 1))
+    gate = gates.make(index=0)
+    gate.wait(1, index=0)
+    assert driver.calls[-1][3] == 0
+    gate.open()
+    assert driver.words[0].host[place] == 0
