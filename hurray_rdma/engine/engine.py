@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import platform
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
 import numpy as np
@@ -281,8 +281,11 @@ class Engine:
         *,
         page_keys: NDArray[np.uint8] | None = None,
         lease_s: float | None = None,
+        max_readers: int | None = None,
+        on_end: Callable[[str, int], None] | None = None,
     ) -> None:
-        """Lets connected engines fetch a snapshot: its pages are leased until `unpublish`, or for ``lease_s``.
+        """Lets connected engines fetch a snapshot: its pages are leased until `unpublish`, or for ``lease_s`` after
+        anybody last asked for it (`Peer.fetch`, `Peer.refresh`).
 
         A reader that has begun by then is let finish, within the time that it asked for.
 
@@ -291,13 +294,21 @@ class Engine:
             snapshot: over one of this engine's pools; its pages must keep their content while it is published.
             page_keys: as of `Peer.send`: pages that the reader holds under the same key are not read.
             lease_s: None is the engine's.
+            max_readers: it is taken back as soon as so many have read it to the end; None is any number.
+            on_end: called on the engine's loop with the key and the number of those who have read it to the end, once
+                it is taken back and nobody reads it any more: its pages may change from then on.
 
         Raises:
             ConfigError: the engine does not listen, the pool is none of its pools, or the key is taken.
         """
         self._receiving().check_pool(snapshot.pool)
         self._receiving().publishing.publish(
-            key, snapshot, lease_s=self._lease_s if lease_s is None else lease_s, page_keys=page_keys
+            key,
+            snapshot,
+            lease_s=self._lease_s if lease_s is None else lease_s,
+            page_keys=page_keys,
+            max_readers=max_readers,
+            on_end=on_end,
         )
 
     def unpublish(self, key: str) -> bool:

@@ -18,6 +18,7 @@ from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
 from hurray_rdma.engine.placement import Placement
+from hurray_rdma.engine.refreshing import Refreshing
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, PeerLostError
@@ -297,6 +298,26 @@ class Peer:
             tally=self._surroundings.tally,
         )
         return await fetching.run()
+
+    async def refresh(self, key: str, *, timeout_s: float | None = None) -> None:
+        """Tells the peer that its published snapshot is still wanted: the publication's lease begins anew.
+
+        For readers that have no pages for it yet. `fetch` does so, too.
+
+        Args:
+            key: as of `Engine.publish`.
+            timeout_s: None is the engine's.
+
+        Raises:
+            NotPublishedError: nothing is published under the key (any more).
+            HurrayError: the peer was not reached.
+        """
+        await Refreshing(
+            self._connected,
+            key,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            tally=self._surroundings.tally,
+        ).run()
 
     @property
     def connected(self) -> bool:

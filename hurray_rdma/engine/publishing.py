@@ -53,13 +53,21 @@ class _Publication:
     snapshot: Snapshot
     page_keys: NDArray[np.uint8]
     lease: Lease
+    lease_s: float
     timer: asyncio.TimerHandle
+    max_readers: int | None
+    on_end: Callable[[str, int], None]
+    num_reading: int = 0
+    num_read: int = 0
+    over: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
     """One fetch under way; it has a lease of its own, so that the end of the publication does not disturb it."""
 
+    key: str
+    publication: _Publication
     snapshot: Snapshot
     nbytes: int
     lease: Lease
@@ -89,7 +97,16 @@ class Publishing:
         self._servings: dict[Link, Serving] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
-    def publish(self, key: str, snapshot: Snapshot, *, lease_s: float, page_keys: NDArray[np.uint8] | None) -> None:
+    def publish(
+        self,
+        key: str,
+        snapshot: Snapshot,
+        *,
+        lease_s: float,
+        page_keys: NDArray[np.uint8] | None,
+        max_readers: int | None,
+        on_end: Callable[[str, int], None] | None,
+    ) -> None:
         """Lets peers fetch a snapshot; see `Engine.publish`.
 
         Raises:
@@ -108,7 +125,10 @@ class Publishing:
             snapshot,
             page_keys if page_keys is not None else np.empty((0, 0), np.uint8),
             retain(snapshot),
+            lease_s,
             self._loop.call_later(lease_s, self._expired, key),
+            max_readers,
+            on_end if on_end is not None else _nobody_asks,
         )
 
     def unpublish(self, key: str) -> bool:
@@ -118,6 +138,8 @@ class Publishing:
             return False
         publication.timer.cancel()
         publication.lease.release()
+        publication.over = True
+        self._look_ended(key, publication)
         return True
 
     def handle(self, link: Link, event: Event) -> None:
@@ -134,6 +156,8 @@ class Publishing:
                 self._taken(link, transfer_id, take)
             case AllEnded(transfer_id=transfer_id):
                 self._all_read(link, transfer_id)
+            case AbortRequested(transfer_id=transfer_id, code=ErrorCode.ABORTED):
+                self._end((link, transfer_id))  # the reader does not want it, or only wanted its lease to go on
             case (
                 AbortRequested(transfer_id=transfer_id, error=error)
                 | TransferFailed(transfer_id=transfer_id, error=error)
@@ -189,6 +213,8 @@ class Publishing:
             page_keys=publication.page_keys,
             lease_s=read_s,
         )
+        publication.timer.cancel()
+        publication.timer = self._loop.call_later(publication.lease_s, self._expired, fetch.key)
         lease = retain(snapshot)
         try:
             told = link.session.publish(transfer_id, published, now=link.now)
@@ -198,7 +224,10 @@ class Publishing:
         if not told:
             lease.release()
             return
+        publication.num_reading += 1
         self._readings[link, transfer_id] = _Reading(
+            fetch.key,
+            publication,
             snapshot,
             len(lease) * pages_nbytes(spec),
             lease,
@@ -220,7 +249,7 @@ class Publishing:
             self._stop(link, delivery.transfer_id, ErrorCode(error_code(error)), error)
 
     def _all_read(self, link: Link, transfer_id: int) -> None:
-        reading = self._end((link, transfer_id))
+        reading = self._end((link, transfer_id), complete=True)
         if reading is None:
             return
         link.session.acknowledge(transfer_id, now=link.now)
@@ -251,11 +280,28 @@ class Publishing:
         if self._end(key) is not None:
             self._tally.failed("serve", error)
 
-    def _end(self, key: tuple[Link, int]) -> _Reading | None:
+    def _end(self, key: tuple[Link, int], *, complete: bool = False) -> _Reading | None:
         reading = self._readings.pop(key, None)
-        if reading is not None:
-            reading.timer.cancel()
-            if reading.delivery is not None:
-                reading.delivery.over = True
-            reading.lease.release()
+        if reading is None:
+            return None
+        reading.timer.cancel()
+        if reading.delivery is not None:
+            reading.delivery.over = True
+        reading.lease.release()
+        publication = reading.publication
+        publication.num_reading -= 1
+        publication.num_read += complete
+        if publication.over:
+            self._look_ended(reading.key, publication)
+        elif publication.num_read == publication.max_readers:
+            self.unpublish(reading.key)
         return reading
+
+    def _look_ended(self, key: str, publication: _Publication) -> None:
+        """Tells whoever published it, once nobody reads it any more and nobody can begin to."""
+        if not publication.num_reading:
+            publication.on_end(key, publication.num_read)
+
+
+def _nobody_asks(_key: str, _num_read: int) -> None:
+    """The end of a publication that is of no interest."""

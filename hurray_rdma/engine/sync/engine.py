@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import numpy as np
@@ -140,10 +140,18 @@ class Engine:
         *,
         page_keys: NDArray[np.uint8] | None = None,
         lease_s: float | None = None,
+        max_readers: int | None = None,
+        on_end: Callable[[str, int], None] | None = None,
     ) -> None:
-        """As of `hurray_rdma.Engine.publish`."""
+        """As of `hurray_rdma.Engine.publish`; ``on_end`` is called on the engine's thread, which must not wait."""
         publish = self._engine.publish
-        self._thread.run(on_loop(lambda: publish(key, snapshot, page_keys=page_keys, lease_s=lease_s)))
+        self._thread.run(
+            on_loop(
+                lambda: publish(
+                    key, snapshot, page_keys=page_keys, lease_s=lease_s, max_readers=max_readers, on_end=on_end
+                )
+            )
+        )
 
     def unpublish(self, key: str) -> bool:
         """As of `hurray_rdma.Engine.unpublish`."""

@@ -126,6 +126,14 @@ class Peer:
         spite of a ``cancel``."""
         return self._thread.submit(self._peer.fetch(key, into=into, timeout_s=timeout_s))
 
+    def refresh(self, key: str, *, timeout_s: float | None = None) -> None:
+        """As of `hurray_rdma.Peer.refresh`."""
+        self._thread.run(self._peer.refresh(key, timeout_s=timeout_s))
+
+    def refresh_async(self, key: str, *, timeout_s: float | None = None) -> Future[None]:
+        """`refresh` that returns at once; the future is as of `send_async`."""
+        return self._thread.submit(self._peer.refresh(key, timeout_s=timeout_s))
+
     @property
     def connected(self) -> bool:
         """As of `hurray_rdma.Peer.connected`."""

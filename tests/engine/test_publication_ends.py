@@ -1,0 +1,96 @@
+"""What a source hears of its publications: how long they are wanted, who has read them, when the pages are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from hurray_rdma import Engine, NotPublishedError, Placement
+from hurray_rdma.control import ErrorCode, Fetch, PoolsAnnounced, PublishedHeard
+from tests.engine.hands import shaken
+from tests.engine.test_placement import external_pool
+from tests.hazards.scenes import SPEC, digest, eventually, fill, make_pool, run, snapshot_of
+
+TABLE = [3, 1, 7]
+
+
+def test_a_publication_ends_when_it_was_read_as_often_as_it_was_to_be() -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 8) as pool, external_pool(SPEC, 8) as mine:
+            fill(pool, 1)
+            snapshot = snapshot_of(pool, TABLE)
+            ends: list[tuple[str, int]] = []
+            async with (
+                Engine(pool, listen="127.0.0.1:0") as engine,
+                Engine(mine) as reader,
+                reader.connect(engine.address) as peer,
+            ):
+                engine.publish("two", snapshot, max_readers=2, on_end=lambda *end: ends.append(end))
+                for _ in range(2):
+                    assert ends == []
+                    with await peer.fetch("two", into=Placement(mine, [0, 1, 2])) as fetched:
+                        assert digest(fetched) == digest(snapshot)
+                assert ends == [("two", 2)]
+                with pytest.raises(NotPublishedError):
+                    await peer.fetch("two", into=Placement(mine, [0, 1, 2]))
+                # One that has everything already says so by reading nothing.
+                engine.publish("one", snapshot, max_readers=1, on_end=lambda *end: ends.append(end))
+                (await peer.fetch("one", into=Placement(mine, [0, 1, 2], present=[True] * 3))).release()
+                assert ends[1:] == [("one", 1)]
+                assert engine.unpublish("one") is False
+
+    run(job())
+
+
+def test_the_end_of_a_publication_waits_for_who_is_reading_it() -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 8) as pool:
+            ends: list[tuple[str, int]] = []
+            async with Engine(pool, listen="127.0.0.1:0") as engine, shaken(engine.address) as hand:
+                await hand.expect(PoolsAnnounced)
+                for how in ("to the end", "not at all", "until it is lost"):
+                    engine.publish(how, snapshot_of(pool, TABLE), on_end=lambda *end: ends.append(end))
+                    asked = hand.do("fetch", Fetch(key=how, deadline_s=10), timeout_s=10)
+                    await hand.expect(PublishedHeard)
+                    engine.unpublish(how)
+                    assert ends == [], "it is being read"
+                    if how == "to the end":
+                        hand.do("read_end", asked)
+                        await eventually(lambda: ends == [("to the end", 1)])
+                    elif how == "not at all":
+                        hand.do("abort", asked, ErrorCode.ABORTED, "not wanted any more")
+                        await eventually(lambda: ends == [("not at all", 0)])
+                    else:
+                        assert hand.channel is not None
+                        hand.channel.abort()
+                        await eventually(lambda: ends == [("until it is lost", 0)])
+                    ends.clear()
+                engine.publish("till the engine ends", snapshot_of(pool, TABLE), on_end=lambda *end: ends.append(end))
+            assert ends == [("till the engine ends", 0)]
+
+    run(job())
+
+
+def test_a_publication_is_kept_as_long_as_somebody_asks_for_it() -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 8) as pool, make_pool(SPEC, 8) as mine:
+            ended = asyncio.Event()
+            async with (
+                Engine(pool, listen="127.0.0.1:0") as engine,
+                Engine(mine) as reader,
+                reader.connect(engine.address) as peer,
+            ):
+                engine.publish("wanted", snapshot_of(pool, TABLE), lease_s=0.6, on_end=lambda *_: ended.set())
+                until = time.monotonic() + 1.5
+                while time.monotonic() < until:
+                    await peer.refresh("wanted")
+                    await asyncio.sleep(0.05)
+                assert not ended.is_set()
+                await asyncio.wait_for(ended.wait(), 5)
+                with pytest.raises(NotPublishedError):
+                    await peer.refresh("wanted")
+                assert engine.stats().serve.failures == {"NotPublishedError": 1}, "to ask is no failure"
+
+    run(job())
