@@ -123,6 +123,8 @@ class ErrorCode(IntEnum):
     TRANSPORT = 0xFA
     PEER_LOST = 0xFB
     CONFIG = 0xFC
+    UNREAD = 0xFD
+    """ABORT of a reader that only wanted the snapshot's lease to begin anew."""
     INTERNAL = 0xFE
 
 

@@ -156,8 +156,8 @@ class Publishing:
                 self._taken(link, transfer_id, take)
             case AllEnded(transfer_id=transfer_id):
                 self._all_read(link, transfer_id)
-            case AbortRequested(transfer_id=transfer_id, code=ErrorCode.ABORTED):
-                self._end((link, transfer_id))  # the reader does not want it, or only wanted its lease to go on
+            case AbortRequested(transfer_id=transfer_id, code=ErrorCode.UNREAD):
+                self._end((link, transfer_id))
             case (
                 AbortRequested(transfer_id=transfer_id, error=error)
                 | TransferFailed(transfer_id=transfer_id, error=error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from hurray_rdma.control import Fetch, Published
+from hurray_rdma.control import ErrorCode, Fetch, Published
 from hurray_rdma.engine.exchange import Exchange, Route
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import TransferAbortedError
@@ -43,5 +43,6 @@ class Refreshing(Exchange[Published]):
         transfer_id = session.fetch(fetch, now=self._loop.time(), timeout_s=self._left_s)
         try:
             await self._asked(transfer_id, "an answer")
+            session.abort(transfer_id, ErrorCode.UNREAD, "nothing is read yet", now=self._loop.time())
         finally:
-            await self._give_up("nothing is read yet")
+            await self._give_up("nothing was to be read")
