@@ -1,17 +1,20 @@
-"""The README's quickstart, run as printed: both sides, two real processes."""
+"""The README's examples, run as printed: both sides, two real processes."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 README = Path(__file__).parent.parent / "README.md"
+LAST_KEY = "last key of sequence 1: [3 3 3 3]"
 
 
 def example(name: str) -> str:
@@ -31,31 +34,68 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("sender", ["prefill.py", "prefill_sync.py"])
-def test_quickstart_runs_as_printed(tmp_path: Path, sender: str) -> None:
-    address = f"127.0.0.1:{port()}"
-    for name in ("decode.py", sender):
-        (tmp_path / name).write_text(example(name).replace("127.0.0.1:7400", address))
-    decode = subprocess.Popen(
-        [sys.executable, tmp_path / "decode.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert decode.stdout is not None
-        assert decode.stdout.readline() == f"listening on {address}\n"
-        prefill = subprocess.run(
-            [sys.executable, tmp_path / sender], capture_output=True, text=True, timeout=60, check=False
+class Examples:
+    """Runs examples that share an address."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.address = f"127.0.0.1:{port()}"
+
+    def path(self, name: str) -> Path:
+        path = self._folder / name
+        path.write_text(example(name).replace("127.0.0.1:7400", self.address))
+        return path
+
+    @contextlib.contextmanager
+    def started(self, name: str) -> Iterator[subprocess.Popen[str]]:
+        """The side that listens, until it says so; killed at the end if it is still there."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, self.path(name)], stdout=pipe, stderr=pipe, text=True)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().endswith(f" {self.address}\n")
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    def run(self, name: str) -> str:
+        done = subprocess.run(
+            [sys.executable, self.path(name)], capture_output=True, text=True, timeout=60, check=False
         )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Examples:
+    return Examples(tmp_path)
+
+
+@pytest.mark.parametrize("sender", ["prefill.py", "prefill_sync.py"])
+def test_quickstart_runs_as_printed(examples: Examples, sender: str) -> None:
+    with examples.started("decode.py") as decode:
+        sent = examples.run(sender)
         out, err = decode.communicate(timeout=30)
-    finally:
-        decode.kill()
-        decode.communicate()
-    assert (prefill.returncode, prefill.stderr) == (0, "")
-    assert prefill.stdout in {f"4 pages for 6 table entries over {lane}\n" for lane in ("sysv", "posix")}
+    assert sent in {f"4 pages for 6 table entries over {lane}\n" for lane in ("sysv", "posix")}
     assert (decode.returncode, err) == (0, "")
-    key_line, token_line = out.splitlines()
     # Pages 2, 3, 7, 9 of the sender get pages 0 to 3 of the empty pool.
-    assert key_line == "req-17 [40 45] [2 1 3 2 1 0]"
-    assert token_line == "last key of sequence 1: [3 3 3 3]"
+    assert out.splitlines() == ["req-17 [40 45] [2 1 3 2 1 0]", LAST_KEY]
+
+
+def test_pull_runs_as_printed(examples: Examples) -> None:
+    with examples.started("source.py") as source:
+        assert examples.run("reader.py").splitlines() == ["[40 45] [2 1 3 2 1 0]", LAST_KEY]
+        source.send_signal(signal.SIGINT)
+        assert source.communicate(timeout=30) == ("", "")
+    assert source.returncode == 0
+
+
+def test_ctrl_c_ends_the_waiting_side_of_the_quickstart_without_a_traceback(examples: Examples) -> None:
+    with examples.started("decode.py") as decode:
+        decode.send_signal(signal.SIGINT)
+        assert decode.communicate(timeout=30) == ("", "")
+    assert decode.returncode == 0
 
 
 @pytest.mark.parametrize("command", ["./scripts/demo", "./scripts/test"])

@@ -155,7 +155,12 @@ def load_config(source: str, *, overrides: Mapping[str, Any] | None = None) -> B
     Raises:
         ConfigError: the file cannot be read, or a setting is unknown, of the wrong type or out of range.
     """
-    tables = read_toml(_shipped(source) or Path(source))
+    path = _shipped(source) or Path(source)
+    if path == Path(source) and not path.exists():
+        raise ConfigError(
+            "does not exist", field="--config", value=source, fix="Give quick, full, two-machines, or a TOML file"
+        )
+    tables = read_toml(path)
     tables["run"] = {**tables.get("run", {}), **{k: v for k, v in (overrides or {}).items() if v is not None}}
     try:
         config = msgspec.convert(tables, BenchConfig)

@@ -81,7 +81,12 @@ def _gpu() -> Finding:
     peer_memory = "nvidia_peermem" in read_text("/proc/modules")
     found += f"; GPUDirect RDMA (nvidia_peermem) is {'loaded' if peer_memory else 'not loaded'}"
     if importlib.util.find_spec("cupy") is None:
-        return Finding("GPU", Verdict.NOTE, f"{found}; CuPy is not installed", "pip install 'hurray-rdma[gpu]'")
+        return Finding(
+            "GPU",
+            Verdict.NOTE,
+            f"{found}; CuPy is not installed",
+            "pip install 'hurray-rdma[gpu]', in a checkout pip install '.[gpu]'",
+        )
     if "cuda_ipc" not in _transports():
         return Finding(
             "GPU",

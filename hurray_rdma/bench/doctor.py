@@ -80,7 +80,7 @@ def _allocated(carried_by: str) -> Finding:
 
 
 def _callers(carried_by: str) -> Finding:
-    what = "lane into memory of the caller's"
+    what = "lane into the caller's memory"
     lane = carried_by.partition(",")[0]
     if "emulated" not in lane and lane not in _SLOW_LANES:
         return Finding(what, Verdict.OK, f"{carried_by}: one copy by the kernel or a device")

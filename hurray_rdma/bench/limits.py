@@ -36,8 +36,8 @@ def _ptrace() -> Finding:
     return Finding(
         "ptrace",
         Verdict.NOTE,
-        f"{found}: cma works only if UCX may ask for permission; see the lane into a caller's memory",
-        "sysctl kernel.yama.ptrace_scope=0, or in a container --cap-add SYS_PTRACE",
+        f"{found}: cma works only if UCX may ask for permission; see the lane into the caller's memory",
+        "As root: sysctl kernel.yama.ptrace_scope=0; in a container: --cap-add SYS_PTRACE",
     )
 
 
@@ -66,18 +66,17 @@ def _memlock(has_rdma: bool) -> Finding:
 def _shared_memory() -> Finding:
     largest = int(read_text("/proc/sys/kernel/shmmax") or 0)
     total = int(read_text("/proc/sys/kernel/shmall") or 0) * _PAGE_NBYTES
-    found = f"System V segments up to {_size(largest)}, {_size(total)} in all"
+    found = f"System V segments of {_size(largest)}, {_size(total)} in all"
     if os.path.isdir("/dev/shm"):
         space = os.statvfs("/dev/shm")
-        found += (
-            f"; /dev/shm has {_size(space.f_blocks * space.f_frsize)}, {_size(space.f_bavail * space.f_frsize)} free"
-        )
+        free, whole = (blocks * space.f_frsize / _GIB for blocks in (space.f_bavail, space.f_blocks))
+        found += f"; {free:,.1f} of {whole:,.1f} GiB of /dev/shm are free"
     if min(largest, total) < _GIB:
         return Finding(
             "shared memory",
             Verdict.NOTE,
             f"{found}: a larger pool cannot be allocated by the engine",
-            "sysctl kernel.shmmax=18446744073692774399 kernel.shmall=18446744073692774399",
+            "As root: sysctl kernel.shmmax=18446744073692774399 kernel.shmall=18446744073692774399",
         )
     return Finding("shared memory", Verdict.OK, found)
 
@@ -93,7 +92,7 @@ def _huge_pages() -> Finding:
             "huge pages",
             Verdict.NOTE,
             f"{found}; pools that the engine allocates are in small pages, which costs scattered copies some speed",
-            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+            "As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
         )
     return Finding("huge pages", Verdict.OK, found)
 
@@ -106,9 +105,9 @@ def _fork() -> Finding:
         "fork",
         Verdict.NOTE,
         "multiprocessing forks by default here: pools and engines cannot be used in a forked child, and refuse to",
-        "multiprocessing.set_start_method('spawn'), or fork before the first pool is made",
+        "In your program: multiprocessing.set_start_method('spawn'), or fork before the first pool is made",
     )
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / _GIB:,.1f} GiB" if nbytes < 2**50 else "any size"
+    return f"up to {nbytes / _GIB:,.1f} GiB" if nbytes < 2**50 else "any size"

@@ -39,7 +39,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"plots need matplotlib: {error}", field="--report", value="", fix="pip install 'hurray-rdma[bench]'"
+            f"--report needs matplotlib: {error}",
+            fix="pip install 'hurray-rdma[bench]', in a checkout pip install '.[bench]'",
         ) from error
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import TYPE_CHECKING
+
 import msgspec
 import typer
 from rich.table import Table
@@ -9,6 +12,9 @@ from rich.text import Text
 
 from hurray_rdma.cli.output import JsonFile, Output
 from hurray_rdma.cli.progress import Bar
+
+if TYPE_CHECKING:
+    from hurray_rdma.bench.findings import Diagnosis
 
 __all__ = ["doctor"]
 
@@ -37,7 +43,20 @@ def doctor(*, json: JsonFile = None) -> None:
         if each.fix:
             told.append(f"\n{each.fix}", style="cyan")
         table.add_row(Text(each.verdict.upper(), style=_STYLES[each.verdict]), each.what, told)
+    facts = diagnosis.facts
+    output.console.print(
+        f"hurray_rdma {facts.hurray_rdma}, Python {facts.python}, Linux {facts.kernel}, {facts.cores} x {facts.cpu}",
+        highlight=False,
+    )
     output.console.print(table)
+    output.console.print(_in_all(diagnosis), highlight=False)
     output.write({"well": diagnosis.well, **msgspec.to_builtins(diagnosis)})
     if not diagnosis.well:
         raise typer.Exit(1)
+
+
+def _in_all(diagnosis: Diagnosis) -> str:
+    verdicts = Counter(each.verdict.value for each in diagnosis.findings)
+    bad = ", ".join(f"{verdicts[each]} {each}" for each in ("broken", "slow") if verdicts[each])
+    notes = f" ({verdicts['note']} notes)" if verdicts["note"] else ""
+    return f"{bad}{notes}: the line under each says what mends it" if bad else f"Nothing is slow or broken{notes}."

@@ -53,5 +53,5 @@ def test_a_wrong_setting_is_named(tmp_path: Path, text: str, told: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"config = '/absent\.toml': cannot be read"):
+    with pytest.raises(ConfigError, match=r"--config = '/absent\.toml': does not exist"):
         load_config("/absent.toml")

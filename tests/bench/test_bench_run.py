@@ -172,7 +172,7 @@ def test_every_step_is_told_and_engines_that_are_not_installed_are_named(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--config", "/absent.toml"], "config = '/absent.toml': cannot be read"),
+        (["--config", "/absent.toml"], "--config = '/absent.toml': does not exist. Give quick, full"),
         (["--peer", "pigeon"], "run.peers = 'pigeon': must be one of"),
         (["--peer-python", "pigeon=/bin/true"], "--peer-python = 'pigeon=/bin/true'"),
         (["--peer", "nixl", "--peer-python", "nixl=/absent"], "cannot import nixl_cu12"),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,16 @@ def test_a_machine_as_it_is(tmp_path: Path) -> None:
     assert findings["copies of UCX in a process"]["verdict"] == "ok"
     assert "cma" in findings["UCX"]["found"]
     bad = {each["verdict"] for each in findings.values()} & {"slow", "broken"}
+    assert done.stdout.startswith(f"hurray_rdma {version('hurray-rdma')}, Python ")
+    assert ("Nothing is slow or broken" in done.stdout.splitlines()[-1]) == (not bad)
     assert done.returncode == (1 if bad else 0)
 
 
 def test_tcp_between_processes_of_one_host_is_slow(tmp_path: Path) -> None:
     done, findings = run(tmp_path / "facts.json", UCX_TLS="tcp")
     assert done.returncode == 1
-    for what in ("lane into a pool that the engine allocated", "lane into memory of the caller's"):
+    assert done.stdout.splitlines()[-1].startswith("2 slow (")
+    for what in ("lane into a pool that the engine allocated", "lane into the caller's memory"):
         assert findings[what]["verdict"] == "slow"
         assert findings[what]["fix"] == "unset UCX_TLS (it is tcp)"
     assert findings["UCX_* in the environment"]["found"] == "UCX_TLS=tcp"
