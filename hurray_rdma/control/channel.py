@@ -29,6 +29,8 @@ EventHandler: TypeAlias = Callable[[Event], None]
 _log = logging.getLogger(__name__)
 
 _READ_NBYTES = 64 * 1024
+_SHORT_NBYTES = 8 * 1024
+"""What is read at once beyond the message that is under way: hundreds of the shortest, a millisecond's work or two."""
 _WRITE_HIGH_NBYTES = 1024 * 1024
 _OWN_WRITE_NBYTES = 64 * 1024
 _LINGER_S = 0.5
@@ -80,7 +82,8 @@ class Channel(asyncio.BufferedProtocol):
             self._hear(self.session.receive(self._early, self.now))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        # A peer that says nothing but short messages has no more of a turn of the loop than this.
+        return self._buffer[: self.session.missing_nbytes + _SHORT_NBYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         data = bytes(self._buffer[:nbytes])  # A copy: messages keep views.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hurray_rdma.control.answers import check_commit, check_grant, check_published
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
-from hurray_rdma.control.config import DIALECT_TAGS, SessionConfig, dialects_of
+from hurray_rdma.control.config import DIALECT_TAGS, PRIVATE_LAYOUT, SessionConfig, dialects_of
 from hurray_rdma.control.data import DataSession
 from hurray_rdma.control.events import (
     AbortRequested,
@@ -35,7 +35,7 @@ from hurray_rdma.control.messages import (
 )
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve, Take
 from hurray_rdma.control.pools import Pool
-from hurray_rdma.control.session import PRIVATE_LAYOUT, SESSION_STREAM_ID
+from hurray_rdma.control.session import SESSION_STREAM_ID
 from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
 from hurray_rdma.control.transfers import LAST_STREAM_ID, Transfer
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, ProtocolError

@@ -12,10 +12,31 @@ from dataclasses import dataclass, field
 from hurray_rdma.control.codes import Capability
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["DIALECT_TAGS", "MIN_MESSAGE_NBYTES", "PeerInfo", "SessionConfig", "dialects_of"]
+__all__ = [
+    "DIALECT_TAGS",
+    "MIN_MESSAGE_NBYTES",
+    "PRIVATE_LAYOUT",
+    "PeerInfo",
+    "SessionConfig",
+    "dialects_of",
+    "private_names",
+]
 
 DIALECT_TAGS: dict[str, int] = {"adr-024": 0x0B, "hurray-0.2": 0x0A}
 """Layout tag that announces each dialect of the block-paged descriptor in a HELLO."""
+
+
+PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/5")
+"""Layout entry of a HELLO that says: I speak the private messages, in the fifth version of their layout.
+
+Both sides must name the same one. It goes up whenever a private message changes: what it carries, how that lies in
+bytes, or what follows from it."""
+
+
+def private_names(layouts: tuple[tuple[int, bytes], ...]) -> str:
+    """The private messages that the layout entries of a HELLO name, to be shown."""
+    names = [name[:40].decode("ascii", "replace") for tag, name in layouts[:8] if tag == PRIVATE_LAYOUT[0]]
+    return " and ".join(map(ascii, names)) or "only the plain Hurray messages"
 
 
 def dialects_of(layouts: tuple[tuple[int, bytes], ...]) -> str:

@@ -85,6 +85,11 @@ class FrameDecoder:
         """Whether the bytes so far end inside a message."""
         return bool(self._header) or self._expected is not None
 
+    @property
+    def missing_nbytes(self) -> int:
+        """What has not come yet of the payload that the bytes so far end in."""
+        return 0 if self._expected is None else self._expected[2] - len(self._payload)
+
     def foreign(self) -> ProtocolError | None:
         """The error that names who speaks, if the stream ended in a header that begins as another protocol does."""
         return _not_hurray(bytes(self._header)) if _foreign(self._header) is not None else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
-from hurray_rdma.control.config import MIN_MESSAGE_NBYTES, PeerInfo, SessionConfig
+from hurray_rdma.control.config import MIN_MESSAGE_NBYTES, PRIVATE_LAYOUT, PeerInfo, SessionConfig, private_names
 from hurray_rdma.control.events import Event, SessionClosed, SessionOpened, TransferFailed
 from hurray_rdma.control.exchange import Abort, SessionMessage
 from hurray_rdma.control.framing import FrameDecoder, encode_parts
@@ -27,25 +27,14 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 
-__all__ = ["MAX_ERROR_TEXT_CHARS", "PRIVATE_LAYOUT", "SESSION_STREAM_ID", "Session"]
+__all__ = ["MAX_ERROR_TEXT_CHARS", "SESSION_STREAM_ID", "Session"]
 
 SESSION_STREAM_ID = 1
-PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/5")
-"""Layout entry of a HELLO that says: I speak the private messages, in the fifth version of their layout.
-
-Both sides must name the same one. It goes up whenever a private message changes: what it carries, how that lies in
-bytes, or what follows from it."""
-
 MAX_ERROR_TEXT_CHARS = 1000
 _RETRY_HEARTBEATS = 2
 _MIN_NBYTES_PER_S = 64 * 1024
 """The slowest that a long message may come in."""
 _SAME_RELEASE_FIX = "Install the same release of hurray_rdma on both sides"
-
-
-def _private_names(hello: Hello) -> str:
-    names = [name[:40].decode("ascii", "replace") for tag, name in hello.layouts[:8] if tag == PRIVATE_LAYOUT[0]]
-    return " and ".join(map(ascii, names)) or "only the plain Hurray messages"
 
 
 class Session(ABC):
@@ -109,6 +98,11 @@ class Session(ABC):
         self._outbox.put_reply(*self._frame(message, stream_id))
 
     # Bytes in.
+
+    @property
+    def missing_nbytes(self) -> int:
+        """What has not come yet of the message that the bytes so far end in."""
+        return self._decoder.missing_nbytes
 
     def receive(self, data: bytes, now: float) -> list[Event]:
         """Take bytes from the peer, in any split. Never raises on account of the bytes."""
@@ -240,7 +234,7 @@ class Session(ABC):
             )
         if PRIVATE_LAYOUT not in hello.layouts:
             raise ProtocolError(
-                f"this side speaks {PRIVATE_LAYOUT[1].decode()!r}, the peer {_private_names(hello)}",
+                f"this side speaks {PRIVATE_LAYOUT[1].decode()!r}, the peer {private_names(hello.layouts)}",
                 code=ErrorCode.LAYOUT_UNAVAILABLE,
                 fix=_SAME_RELEASE_FIX,
             )

@@ -33,6 +33,8 @@ _ASK_AGAIN_S = 10.0
 _ASK_AFTER_RECALL_S = 1.0
 """After pages were recalled because others need them."""
 _ANSWER_S = 10.0
+_SILENT_HEARTBEATS = 4
+"""A session of which nothing was heard for so many may be dead."""
 
 
 class _AheadGrant(Exchange[Grant]):
@@ -182,7 +184,7 @@ class AheadGrants:
             HurrayError: as `Peer.send`.
         """
         started = time.monotonic()
-        fitting = self._fitting(snapshot, pool)
+        fitting = None if self._looks_dead() else self._fitting(snapshot, pool)
         if fitting is None:
             return None
         remote, page_map = fitting
@@ -202,6 +204,13 @@ class AheadGrants:
         if stats is None:
             self._note_end(grant)
         return stats
+
+    def _looks_dead(self) -> bool:
+        """Whether the session may have broken unnoticed: nobody could know whether a COMMIT over it was heard. The usual
+        way finds out before anything is written, and connects anew."""
+        session = self._route.session
+        silent_s = session.silent_s(asyncio.get_running_loop().time())
+        return silent_s > _SILENT_HEARTBEATS * session.config.heartbeat_s
 
     def _fitting(self, snapshot: Snapshot, pool: str | None) -> tuple[RemotePool, PageMap] | None:
         """The peer's pool, and which of its pages make up the snapshot; None if it cannot be sent this way."""

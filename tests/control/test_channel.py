@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hurray_rdma.control import (
+    AbortRequested,
     Acknowledged,
     AllEnded,
     Channel,
@@ -37,8 +38,8 @@ from hurray_rdma.control import (
     open_channel,
     serve,
 )
-from hurray_rdma.control.exchange import SessionMessage
-from hurray_rdma.control.messages import ClientHello, ServerHello
+from hurray_rdma.control.exchange import Abort, SessionMessage
+from hurray_rdma.control.messages import ClientHello, Ping, ServerHello
 from hurray_rdma.errors import (
     AuthenticationError,
     ConfigError,
@@ -160,6 +161,38 @@ def test_whole_transfer(
             receiver,
         ):
             await transfer(sender, receiver, make_offer(), make_pool(), grant)
+
+    run(main())
+
+
+def test_short_messages_have_little_of_a_turn(
+    make_config: MakeConfig,
+    make_offer: Callable[..., Offer],
+    make_pool: Callable[..., Pool],
+    grant: Grant,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of PINGs, one long message, PINGs again: only what is missing of the long one is read at once."""
+    sizes: list[int] = []
+    receive = ServerSession.receive
+
+    def measured(session: ServerSession, data: bytes, now: float) -> list[Event]:
+        sizes.append(len(data))
+        return receive(session, data, now)
+
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+            pings = encode(Ping(), 1) * 20_000
+            monkeypatch.setattr(ServerSession, "receive", measured)
+            long = encode(make_offer(block_table=np.zeros(100_000, np.uint32), seq_ptr=[0, 50_000, 100_000]), 2)
+            assert sender.channel._transport is not None
+            sender.channel._transport.write(pings + long + pings + encode(Abort(1, "the last word"), 2))
+            await receiver.next(Offered)
+            await receiver.next(AbortRequested)
+            assert max(sizes) > 16 * 1024, "the long one comes in long pieces"
+            # Whatever is over 8 KiB is of the long one; and each piece has at most 8 KiB of others.
+            assert sum(size - 8192 for size in sizes if size > 8192) <= len(long)
+            assert len(sizes) >= 2 * len(pings) // 8192
 
     run(main())
 

@@ -87,6 +87,26 @@ async def counts_of(child: Child, expected: tuple[int, int, int]) -> bool:
     return await ask(child, "counts") == expected
 
 
+def test_nothing_is_committed_over_a_session_that_looks_dead() -> None:
+    """One that has broken while the loop was busy shows so in the usual way, which costs the transfer nothing."""
+
+    async def job() -> None:
+        async with receiving(peer_timeout_s=30) as (engine, _, taking):
+            with make_pool(SPEC, 8) as pool:
+                async with sending(engine.address, pool, peer_timeout_s=1) as (_, peer, traffic):
+                    sent = snapshot_of(pool, [1])
+                    await until_granted_ahead(peer, sent, traffic)
+                    before = traffic.counts()
+                    time.sleep(0.4)  # noqa: ASYNC251 - nothing is heard meanwhile: 8 heartbeats of 50 ms
+                    await peer.send(sent, key="after silence")
+                    assert traffic["COMMIT"] == before["COMMIT"]
+                    assert traffic["OFFER"] == before["OFFER"] + 1
+                    await until_granted_ahead(peer, sent, traffic)
+                    assert "after silence" in dict(taking.taken)
+
+    run(job())
+
+
 def test_both_sides_count_each_transfer_once() -> None:
     async def job() -> None:
         async with receiving() as (engine, _, taking), Traffic(engine.address) as traffic:
