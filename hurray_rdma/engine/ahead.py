@@ -206,8 +206,10 @@ class AheadGrants:
         return stats
 
     def _looks_dead(self) -> bool:
-        """Whether the session may have broken unnoticed: nobody could know if a COMMIT over it was heard, where the usual
-        way finds out before anything is written, and connects anew."""
+        """Whether the session may have broken unnoticed: nobody could know whether a COMMIT over it was heard.
+
+        The usual way finds out before anything is written, and connects anew.
+        """
         session = self._route.session
         silent_s = session.silent_s(asyncio.get_running_loop().time())
         return silent_s > _SILENT_HEARTBEATS * session.config.heartbeat_s
