@@ -66,7 +66,7 @@ def _memlock(has_rdma: bool) -> Finding:
 def _shared_memory() -> Finding:
     largest = int(read_text("/proc/sys/kernel/shmmax") or 0)
     total = int(read_text("/proc/sys/kernel/shmall") or 0) * _PAGE_NBYTES
-    found = f"System V segments of {_size(largest)}, {_size(total)} in all"
+    found = f"System V segments of {_size(min(largest, total))}"
     if os.path.isdir("/dev/shm"):
         space = os.statvfs("/dev/shm")
         free, whole = (blocks * space.f_frsize / _GIB for blocks in (space.f_bavail, space.f_blocks))

@@ -78,10 +78,6 @@ async def serve(
     """
     host, port = parse_address(listen)
     await check_listen(host, port, token=token, ssl_context=tls.server_context() if tls is not None else None)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     nbytes = config.pool_mib * _MIB
     groups = {
         f"pages of {size}": (cache_spec(size), max(1, nbytes // size)) for size in dict.fromkeys(config.page_nbytes)
@@ -91,6 +87,11 @@ async def serve(
         for pool in pools.values():
             for role, layer in pool.spec.tensors:
                 pool.pages(role, layer).fill(0)  # touched before anybody measures
+            await asyncio.sleep(0)  # who is tired of waiting may say so here
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
         async with Engine(pools, listen=listen, token=token, tls=tls) as engine:
             sizes = tuple(spec.page_nbytes for spec, _ in groups.values())
             tell(Serving(engine.address, _reachable(engine.address), sizes, nbytes))

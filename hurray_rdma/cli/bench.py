@@ -10,7 +10,7 @@ import typer
 from hurray_rdma.cli.access import Authority, Certificate, PrivateKey, read_tls, read_token
 from hurray_rdma.cli.output import JsonFile, Output
 from hurray_rdma.cli.progress import Bar
-from hurray_rdma.errors import ConfigError
+from hurray_rdma.errors import AuthenticationError, ConfigError
 
 __all__ = ["bench"]
 
@@ -75,6 +75,10 @@ def bench(
                 told = room.run_bench(settings, name=name, pythons=pythons, on_step=bar.step)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except AuthenticationError as error:
+        if token is None and tls is None:
+            error.add_note("--token-file FILE has it read from a file; --tls-ca and --tls-cert are for certificates")
+        raise
     print_report(told, console=output.console)
     output.write(told)
     if report is not None:

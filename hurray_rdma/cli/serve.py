@@ -69,6 +69,8 @@ def serve(
         starting.enter_context(Bar(1, first=f"making pools of {total_mib:,} MiB in all"))
         try:
             total = asyncio.run(room.serve(settings, listen=listen, lane=lane, token=token, tls=tls, tell=tell))
+        except KeyboardInterrupt:  # while it made the pools
+            raise typer.Exit(130) from None
         except ExposedError as error:
             fix = "Give --token-file FILE, or --tls-cert and --tls-ca, or listen on 127.0.0.1"
             raise ConfigError(error.rule, field="--listen", value=listen, fix=fix) from error
