@@ -270,13 +270,8 @@ class ServerSession(DataSession):
             )
         elif self._book.num_open >= self.config.max_open_transfers:
             error = PeerBusyError(f"{self._book.num_open} transfers are open, as many as this session may have")
-        elif self._book.num_open and self._book.open_nbytes + transfer.nbytes > self._max_open_nbytes:
-            error = PeerBusyError(
-                f"with the tables of open transfers it is above {self._max_open_nbytes} bytes",
-                field="nbytes of the offer",
-                value=transfer.nbytes,
-                fix="Wait until some of those transfers have ended",
-            )
+        elif self._book.num_open:
+            error = self._above_memory(transfer.nbytes, "nbytes of the offer")
         if error is not None:
             self._reply(self._error_message(error), transfer_id)
             return
@@ -288,6 +283,17 @@ class ServerSession(DataSession):
                 events.append(Fetched(transfer_id, request))
             case Reserve():
                 events.append(Reserved(transfer_id, request))
+
+    def _above_memory(self, nbytes: int, what: str) -> PeerBusyError | None:
+        """Why so many bytes cannot be kept beside what is kept of open transfers."""
+        if self._book.open_nbytes + nbytes <= self._max_open_nbytes:
+            return None
+        return PeerBusyError(
+            f"with the tables of open transfers it is above {self._max_open_nbytes} bytes",
+            field=what,
+            value=nbytes,
+            fix="Wait until some of those transfers have ended",
+        )
 
     def _hear_transfer(
         self, transfer: Transfer, descriptor_index: int | None, message: Message, now: float, events: list[Event]
@@ -354,6 +360,10 @@ class ServerSession(DataSession):
                 field="num_streams",
                 value=transfer.num_descriptors,
             )
+        error = self._above_memory(take.resident.nbytes, "nbytes of resident")
+        if error is not None:
+            raise error
+        self._book.hold(transfer, take.resident.nbytes)
         transfer.taken = True
         events.append(Taken(transfer.transfer_id, take))
 

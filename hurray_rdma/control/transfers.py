@@ -38,7 +38,7 @@ class Transfer:
     request: Request | None = None
     """What opened it, while it is open."""
     nbytes: int = 0
-    """What is kept of the request's tables, while it is open."""
+    """What is kept of its tables, while it is open."""
     state: TransferState = TransferState.OFFERED
     granted: bool = False
     ended: bytearray = field(init=False)
@@ -140,6 +140,11 @@ class TransferBook:
         self._by_id[transfer.transfer_id] = transfer
         self.open_nbytes += transfer.nbytes
         self.next_id = max(self.next_id, transfer.last_stream_id + 1)
+
+    def hold(self, transfer: Transfer, nbytes: int) -> None:
+        """So many bytes more are kept of an open transfer."""
+        transfer.nbytes += nbytes
+        self.open_nbytes += nbytes
 
     def find(self, stream_id: int) -> tuple[Transfer, int | None] | None:
         """The transfer that owns the stream, and the descriptor's index on its own stream; None if none is known."""

@@ -16,6 +16,7 @@ from hurray_rdma.control import (
     FrameDecoder,
     Message,
     Offer,
+    Pool,
     Published,
     PublishedHeard,
     Quiesced,
@@ -27,7 +28,7 @@ from hurray_rdma.control import (
     TransferFailed,
     encode,
 )
-from hurray_rdma.control.codes import ErrorCode, LocalProtocolError
+from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError
 from hurray_rdma.control.messages import TensorDataEndMessage, TensorDataMessage
 from hurray_rdma.errors import ConfigError, ProtocolError
 from hurray_rdma.testing.pair import ConnectionPair, Side
@@ -291,6 +292,35 @@ def test_a_take_on_too_few_streams_fails_the_fetch(pair: ConnectionPair, make_pu
     assert "num_streams = 3: 4 descriptors were published" in str(failed.error)
 
 
+def test_what_readers_say_they_have_is_bounded_for_a_session(
+    make_config: Callable[..., SessionConfig], make_pool: Callable[..., Pool], make_published: MakePublished
+) -> None:
+    pair = ConnectionPair(make_config(), make_config(max_message_nbytes=65536))
+    pair.settle()
+    pair.server.announce(make_pool(), now=0)
+    pair.settle()
+    pair.take("client")
+    pair.take("server")
+    ids = [ask(pair, make_published()) for _ in range(6)]
+    large = Take(page_size=4, head_offset=0, num_heads=2, resident=np.ones(60_000, np.bool_))
+    for transfer_id in ids[:5]:  # 60 kB each: four fit into four messages of 64 KiB, the fifth does not.
+        assert pair.client.take(transfer_id, large, now=pair.now)
+    pair.settle()
+    *heard, failed = pair.take("server")
+    assert kinds(heard) == [Taken] * 4
+    assert isinstance(failed, TransferFailed)
+    assert isinstance(failed.error, PeerBusyError)
+    assert "nbytes of resident = 60000" in str(failed.error)
+    (told,) = pair.take("client")
+    assert isinstance(told, AbortRequested)
+    assert isinstance(told.error, PeerBusyError)
+    assert pair.client.abort(ids[0], ErrorCode.ABORTED, "no more", now=pair.now)
+    assert pair.client.quiet(ids[0], now=pair.now)
+    assert pair.client.take(ids[5], large, now=pair.now)  # There is room again.
+    pair.settle()
+    assert kinds(pair.take("server")) == [AbortRequested, Quiesced, Taken]
+
+
 def test_a_take_before_the_answer_fails_the_fetch(pair: ConnectionPair, fetched: int) -> None:
     (failed,) = pair.server.receive(encode(TAKE, fetched), pair.now)
     assert isinstance(failed, TransferFailed)
@@ -355,11 +385,11 @@ def test_calls_out_of_turn_raise_and_send_nothing(
 
 
 def test_a_take_and_frames_above_the_peers_maximum_are_not_sent(
-    make_config: Callable[..., SessionConfig], make_pool: Callable[..., object], make_published: MakePublished
+    make_config: Callable[..., SessionConfig], make_pool: Callable[..., Pool], make_published: MakePublished
 ) -> None:
     pair = ConnectionPair(make_config(max_message_nbytes=65536), make_config(max_message_nbytes=65536))
     pair.settle()
-    pair.server.announce(make_pool(), now=0)  # type: ignore[arg-type]
+    pair.server.announce(make_pool(), now=0)
     pair.settle()
     pair.take("client")
     pair.take("server")

@@ -51,6 +51,7 @@ from hurray_rdma.control import (
     serve,
 )
 from hurray_rdma.engine.compat import announcement
+from hurray_rdma.engine.fetching import FetchedSnapshot
 from hurray_rdma.engine.taking import Taking
 from hurray_rdma.format import Dialect
 from hurray_rdma.transport import Context
@@ -80,6 +81,12 @@ class Scene:
         self.source, self.publisher, self.pool, self.engine, self.peer = source, publisher, pool, engine, peer
         self.whole = snapshot_of(source, np.random.default_rng(1).permutation(source.num_pages).tolist())
         publisher.publish("all", self.whole, lease_s=60)
+
+    async def begun(self, first_frame: asyncio.Event) -> asyncio.Task[FetchedSnapshot]:
+        """A fetch of the whole, some of which has come."""
+        fetching = asyncio.create_task(self.peer.fetch("all"))
+        await first_frame.wait()
+        return fetching
 
     @property
     def transport(self) -> Any:
@@ -133,8 +140,7 @@ def test_a_fetch_that_is_cancelled_in_mid_frame_leaves_nothing(
     async def job() -> None:
         async with scene(there, here) as s:
             with s.source.allocator.lease(64):
-                fetching = asyncio.create_task(s.peer.fetch("all"))
-                await first_frame.wait()
+                fetching = await s.begun(first_frame)
                 assert counts(s.pool) == (64, 64, 0)
                 fetching.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -174,8 +180,7 @@ def test_a_lease_that_ends_in_mid_frame_is_told_as_such(
 ) -> None:
     async def job() -> None:
         async with scene(there, here, lease_s=0.3, timeout_s=0.3) as s:
-            fetching = asyncio.create_task(s.peer.fetch("all"))
-            await first_frame.wait()
+            fetching = await s.begun(first_frame)
             s.transport.pause_reading()
             await eventually(lambda: s.publisher.stats().serve.failures == {"LeaseExpiredError": 1})
             s.transport.resume_reading()
@@ -209,8 +214,7 @@ def test_a_source_that_registers_its_pool_anew_in_mid_frame_is_asked_again(
 ) -> None:
     async def job() -> None:
         async with scene(there, here) as s:
-            fetching = asyncio.create_task(s.peer.fetch("all"))
-            await first_frame.wait()
+            fetching = await s.begun(first_frame)
             await s.publisher.reregister()
             with await fetching as fetched:
                 assert digest(fetched) == digest(s.whole)
@@ -227,8 +231,7 @@ def test_a_readers_pool_is_registered_anew_after_its_frames(
         async with scene(there, here) as s:
             for _ in range(2):
                 first_frame.clear()
-                fetching = asyncio.create_task(s.peer.fetch("all"))
-                await first_frame.wait()
+                fetching = await s.begun(first_frame)
                 await s.engine.reregister()
                 with await fetching as fetched:
                     assert digest(fetched) == digest(s.whole)
@@ -259,8 +262,7 @@ def test_an_engine_that_closes_in_mid_frame_leaves_nothing(
 ) -> None:
     async def job() -> None:
         async with scene(there, here) as s:
-            fetching = asyncio.create_task(s.peer.fetch("all"))
-            await first_frame.wait()
+            fetching = await s.begun(first_frame)
             await (s.publisher if who == "publisher" else s.engine).close()
             with pytest.raises(PeerLostError if who == "publisher" else TransferAbortedError):
                 await fetching
@@ -275,8 +277,7 @@ def test_a_connection_that_breaks_in_mid_frame_is_made_anew(
 ) -> None:
     async def job() -> None:
         async with scene(there, here) as s:
-            fetching = asyncio.create_task(s.peer.fetch("all"))
-            await first_frame.wait()
+            fetching = await s.begun(first_frame)
             s.transport.abort()
             with await fetching as fetched:
                 assert digest(fetched) == digest(s.whole)
