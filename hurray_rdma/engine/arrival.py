@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import Lease, PagePool, Snapshot
+from hurray_rdma.engine.marks import device_of
 from hurray_rdma.errors import (
     DeadlineExceededError,
     GeometryError,
@@ -18,6 +20,7 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 from hurray_rdma.plan import PageMap
+from hurray_rdma.transport import Gate
 
 __all__ = ["Arrival", "ArrivalState"]
 
@@ -86,17 +89,25 @@ class Arrival:
         # A layer is in place when every head of every role is: one sender may have all of them, or a slice.
         self._missing = dict.fromkeys(spec.layer_indices, spec.num_heads * len(spec.roles))
         self._layers = {layer: asyncio.Event() for layer in spec.layer_indices}
+        self._gates: dict[int, list[Gate]] = {layer: [] for layer in spec.layer_indices}
+        """What CUDA streams wait for."""
         self._complete = asyncio.Event()
         self._error: HurrayError | None = None
 
-    async def wait_layer(self, layer: int, *, timeout_s: float | None = None) -> None:
+    async def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
         """Returns when all pages of one layer, every role, are in place.
+
+        With a stream it returns at once, and what is queued on the stream from then on waits for the layer, without the
+        host. It waits for an arrival that fails, too, and no longer than ``timeout_s``: only `snapshot` tells whether
+        all pages are there. Do not block the thread of the event loop on the stream before.
 
         Args:
             layer: as of `CacheSpec.layer_indices`: 0 to num_layers - 1 unless the pool has a group of the layers.
+            stream: a CUDA stream, as of `Peer.send`; None is this task.
             timeout_s: defaults to the engine's.
 
         Raises:
+            ConfigError: it is no stream.
             GeometryError: there is no such layer.
             DeadlineExceededError: not in time; the arrival goes on.
             LeaseExpiredError: it was released.
@@ -104,7 +115,10 @@ class Arrival:
         """
         if layer not in self._layers:
             raise GeometryError(f"must be one of {tuple(self._layers)}", field="layer", value=layer)
-        await self._wait(self._layers[layer], f"layer {layer}", timeout_s)
+        if stream is not None and not self._layers[layer].is_set():
+            self._let_wait(stream, layer, self._timeout_s if timeout_s is None else timeout_s)
+        else:
+            await self._wait(self._layers[layer], f"layer {layer}", timeout_s)
 
     async def snapshot(self, *, timeout_s: float | None = None) -> Snapshot:
         """The complete snapshot: its block table holds page IDs of this engine's pool, aliases as the sender had them.
@@ -134,6 +148,24 @@ class Arrival:
         if self.state is ArrivalState.RELEASED:
             raise LeaseExpiredError(f"arrival {self.key!r} was released; snapshot() and wait_layer() need its pages")
 
+    def _let_wait(self, stream: Any, layer: int, timeout_s: float) -> None:
+        index = device_of(self._pool, stream)
+        gate = self._pool.regions[0].context.gates.make(index=index)
+        try:
+            gate.wait(stream, index=index)
+        except BaseException:
+            gate.open()
+            raise
+        self._gates[layer].append(gate)
+        asyncio.get_running_loop().call_later(timeout_s, gate.open)
+
+    def _set(self, layers: Iterable[int]) -> None:
+        """Whoever waits for these layers goes on: they are in place, or never will be."""
+        for layer in layers:
+            self._layers[layer].set()
+            while self._gates[layer]:
+                self._gates[layer].pop().open()
+
     def release(self) -> None:
         """Gives the pages back; one that is still arriving is aborted first. Harmless when repeated."""
         if self.state is ArrivalState.ARRIVING:
@@ -152,13 +184,13 @@ class Arrival:
         """Some heads of one more role of the layer are in place."""
         self._missing[layer] -= num_heads
         if self._missing[layer] == 0:
-            self._layers[layer].set()
+            self._set([layer])
 
     def completed(self) -> None:
         """Everything is in place."""
         self.state = ArrivalState.COMPLETE
-        for event in (*self._layers.values(), self._complete):
-            event.set()
+        self._set(self._layers)
+        self._complete.set()
 
     def stopping(self, error: HurrayError) -> bool:
         """The transfer is to end early; its pages wait until that is sure. False if it had ended, or was ending."""
@@ -166,8 +198,8 @@ class Arrival:
             return False
         self.state = ArrivalState.ABORTING
         self._error = error
-        for event in (*self._layers.values(), self._complete):
-            event.set()
+        self._set(self._layers)
+        self._complete.set()
         return True
 
     def ended(self, *, quiet: bool, revocable: bool = False) -> None:

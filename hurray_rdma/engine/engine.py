@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from hurray_rdma.control import DeviceUnavailableError, SessionConfig, Tls, pars
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.compat import check_context, same_kind, same_tensors
 from hurray_rdma.engine.connection import Surroundings
+from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.processes import process_id
 from hurray_rdma.engine.reception import Reception
@@ -280,6 +282,7 @@ class Engine:
         snapshot: Snapshot,
         *,
         page_keys: NDArray[np.uint8] | None = None,
+        stream: Any = None,
         lease_s: float | None = None,
         max_readers: int | None = None,
         on_end: Callable[[str, int], None] | None = None,
@@ -293,6 +296,7 @@ class Engine:
             key: what readers ask for.
             snapshot: over one of this engine's pools; its pages must keep their content while it is published.
             page_keys: as of `Peer.send`: pages that the reader holds under the same key are not read.
+            stream: as of `Peer.send`: readers wait until what is queued on it by now has run.
             lease_s: None is the engine's.
             max_readers: it is taken back as soon as so many have read it to the end; None is any number.
             on_end: called on the engine's loop with the key and the number of those who have read it to the end, once
@@ -309,6 +313,7 @@ class Engine:
             page_keys=page_keys,
             max_readers=max_readers,
             on_end=on_end,
+            mark=mark_of(snapshot.pool, stream),
         )
 
     def unpublish(self, key: str) -> bool:

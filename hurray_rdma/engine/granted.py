@@ -118,6 +118,11 @@ class Granted:
             except HurrayError as error:
                 self._fail_part(part, error)
                 return
+        try:
+            self._pool.make_visible()
+        except HurrayError as error:
+            self._fail_part(part, error)
+            return
         _, layer = part.offer.source.tensors[index]
         first, last = part.offer.heads
         part.whole.arrival.layer_ended(layer, num_heads=last - first)

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from hurray_rdma.control import MAX_QUIET_SESSIONS, parse_address
 from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
+from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.refreshing import Refreshing
 from hurray_rdma.engine.stats import TransferStats
@@ -175,6 +177,7 @@ class Peer:
         pool: str | None = None,
         page_keys: NDArray[np.uint8] | None = None,
         zero_tails: bool = False,
+        stream: Any = None,
         timeout_s: float | None = None,
     ) -> TransferStats:
         """Pushes a whole snapshot: each physical page once, straight into the peer's pool.
@@ -189,6 +192,8 @@ class Peer:
                 `hurray_rdma.cache.snapshot_keys` makes them; pages that the peer holds under the same key are not sent.
             zero_tails: slots past the valid tokens of a page arrive as zeros; else they are undefined. For transfers
                 across a trust boundary.
+            stream: the CUDA stream (of CuPy, torch or cuda.core, or its handle) on which the pages are computed: they
+                are moved once what is queued on it by now has run. None is: they hold their content already.
             timeout_s: budget for everything, the wait for free pages included; None is the engine's.
 
         Raises:
@@ -201,8 +206,10 @@ class Peer:
         budget_s = self._timeout_s if timeout_s is None else timeout_s
         name = key if key is not None else uuid.uuid4().hex
         check_context(snapshot.pool, self._surroundings.context)
+        mark = mark_of(snapshot.pool, stream)
         connection = self._connection
-        if page_keys is None and connection is not None and not connection.lost:
+        ready = mark is None or mark.done
+        if ready and page_keys is None and connection is not None and not connection.lost:
             stats = await connection.ahead.send(snapshot, name, pool=pool, zero_tails=zero_tails, timeout_s=budget_s)
             if stats is not None:
                 return stats
@@ -212,20 +219,26 @@ class Peer:
             pool=pool,
             page_keys=page_keys,
             zero_tails=zero_tails,
+            stream=mark,
             timeout_s=budget_s - (time.monotonic() - started),
         ) as transfer:
             await transfer.send_rest()
         return transfer.stats
 
     async def send_groups(
-        self, snapshots: SnapshotGroups, *, key: str | None = None, timeout_s: float | None = None
+        self,
+        snapshots: SnapshotGroups,
+        *,
+        key: str | None = None,
+        stream: Any = None,
+        timeout_s: float | None = None,
     ) -> dict[str, TransferStats]:
         """Pushes the snapshots of all cache groups of a hybrid model, each into the peer's group with the same layers.
 
         Nothing moves before every group has its grant. The peer gets one arrival for each group, all with ``key``.
 
         Args:
-            snapshots, key, timeout_s: as of `send`.
+            snapshots, key, stream, timeout_s: as of `send`.
 
         Raises:
             HurrayError: as `send`; the groups that were not complete are aborted.
@@ -233,7 +246,9 @@ class Peer:
         name = key if key is not None else uuid.uuid4().hex
         async with contextlib.AsyncExitStack() as ending:
             transfers = {
-                group: await ending.enter_async_context(self.begin(snapshot, key=name, timeout_s=timeout_s))
+                group: await ending.enter_async_context(
+                    self.begin(snapshot, key=name, stream=stream, timeout_s=timeout_s)
+                )
                 for group, snapshot in snapshots.items()
             }
             for transfer in transfers.values():
@@ -248,9 +263,13 @@ class Peer:
         pool: str | None = None,
         page_keys: NDArray[np.uint8] | None = None,
         zero_tails: bool = False,
+        stream: Any = None,
         timeout_s: float | None = None,
     ) -> Transfer:
-        """A transfer to be sent layer by layer, while later layers are still being computed; arguments as of `send`."""
+        """A transfer to be sent layer by layer, while later layers are still being computed; arguments as of `send`.
+
+        ``stream`` is looked at whenever layers are sent: it is the one that they are computed on.
+        """
         check_context(snapshot.pool, self._surroundings.context)
         return Transfer(
             self._connected,
@@ -259,6 +278,7 @@ class Peer:
             pool=pool,
             page_keys=page_keys,
             zero_tails=zero_tails,
+            stream=stream,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             tally=self._surroundings.tally,
         )

@@ -35,6 +35,7 @@ from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.exchange import retain
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.marks import Mark
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.serving import Delivery, Serving
 from hurray_rdma.engine.tally import Tally
@@ -55,6 +56,8 @@ class _Publication:
     lease: Lease
     lease_s: float
     timer: asyncio.TimerHandle
+    ready: asyncio.Future[None] | None
+    """Done when its pages hold their content; None where they do."""
     max_readers: int | None
     on_end: Callable[[str, int], None]
     num_reading: int = 0
@@ -106,6 +109,7 @@ class Publishing:
         page_keys: NDArray[np.uint8] | None,
         max_readers: int | None,
         on_end: Callable[[str, int], None] | None,
+        mark: Mark | None,
     ) -> None:
         """Lets peers fetch a snapshot; see `Engine.publish`.
 
@@ -127,6 +131,7 @@ class Publishing:
             retain(snapshot),
             lease_s,
             self._loop.call_later(lease_s, self._expired, key),
+            mark.passed() if mark is not None else None,
             max_readers,
             on_end if on_end is not None else _nobody_asks,
         )
@@ -195,6 +200,12 @@ class Publishing:
         receiver = self._receiver_of(snapshot.pool, link) if snapshot is not None else None
         if publication is None or snapshot is None or receiver is None:
             raise NotPublishedError(f"nothing is published as {fetch.key!r} (any more)", field="key", value=fetch.key)
+        if publication.ready is not None:
+            if not publication.ready.done():
+                again = Fetched(transfer_id, fetch)
+                publication.ready.add_done_callback(lambda _: self.handle(link, again))
+                return
+            publication.ready.result()
         if receiver.holding:
             # Its rkeys are about to be void: look again soon, at those that come after.
             self._loop.call_later(_LOOK_AGAIN_S, self.handle, link, Fetched(transfer_id, fetch))

@@ -384,6 +384,7 @@ class Receiver:
                 raise GeometryError(
                     f"{len(lease)} were granted ahead, for whole pages without keys", field="num_pages", value=count
                 )
+            self.pool.make_visible()
         except HurrayError as error:
             self._tally.failed("receive", error)
             self._ahead.fail(link, transfer_id, error)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,11 @@ from hurray_rdma.control import Grant
 from hurray_rdma.engine.compat import page_map_of
 from hurray_rdma.engine.exchange import Exchange, Route, offer_of, retain
 from hurray_rdma.engine.frames import Packer, frame_nbytes
+from hurray_rdma.engine.marks import Mark, mark_of
 from hurray_rdma.engine.mover import Mover, Moves
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import GeometryError, TransferAbortedError
+from hurray_rdma.errors import GeometryError, HurrayError, TransferAbortedError
 from hurray_rdma.plan import PageMap, check_pair, plan_transfer
 
 __all__ = ["Transfer"]
@@ -44,6 +46,7 @@ class Transfer(Exchange[Grant]):
         pool: str | None,
         page_keys: NDArray[np.uint8] | None,
         zero_tails: bool,
+        stream: Any,
         timeout_s: float,
         tally: Tally,
     ) -> None:
@@ -52,6 +55,7 @@ class Transfer(Exchange[Grant]):
         self._pool_name = pool
         self._page_keys = page_keys
         self._zero_tails = zero_tails
+        self._stream = stream
         self._lease: Lease | None = None
         self._packer: Packer | None = None
         self._mover: Mover | None = None
@@ -86,13 +90,18 @@ class Transfer(Exchange[Grant]):
         finally:
             self._end(error)
 
-    async def send_layer(self, layer: int) -> None:
+    async def send_layer(self, layer: int, *, stream: Any = None) -> None:
         """Moves the pages of one layer, every role; returns when they are in place at the peer and it was told so.
 
-        The pages must hold their content when it is called, and stay as they are until it returns. Layers may come in
-        any order, each once.
+        The pages must hold their content when it is called, or when the work that is on a CUDA stream by then has run,
+        and stay as they are until it returns. Layers may come in any order, each once.
+
+        Args:
+            layer: as of `CacheSpec.layer_indices`.
+            stream: the CUDA stream that the layer is computed on, as of `Peer.send`; None is that of `Peer.begin`.
 
         Raises:
+            ConfigError: it is no stream.
             GeometryError: there is no such layer, or it was sent before.
             HurrayError: the transfer failed; leave the `async with` block.
         """
@@ -101,11 +110,11 @@ class Transfer(Exchange[Grant]):
             raise GeometryError(f"must be one of {known}", field="layer", value=layer)
         if layer in self._sent_layers:
             raise GeometryError("was sent before", field="layer", value=layer)
-        await self._send([layer])
+        await self._send([layer], stream)
 
-    async def send_rest(self) -> None:
+    async def send_rest(self, *, stream: Any = None) -> None:
         """Moves every layer that was not sent yet, in order, as `send_layer` does."""
-        await self._send([n for n in self._snapshot.pool.spec.layer_indices if n not in self._sent_layers])
+        await self._send([n for n in self._snapshot.pool.spec.layer_indices if n not in self._sent_layers], stream)
 
     async def abort(self, reason: str = "the sender does not want it any more") -> None:
         """Ends the transfer; returns when nothing of it is in flight any more."""
@@ -166,14 +175,33 @@ class Transfer(Exchange[Grant]):
             deadline=self._deadline,
         )
 
-    async def _send(self, layers: list[int]) -> None:
+    async def _send(self, layers: list[int], stream: Any) -> None:
         if self._error is not None:
             raise self._error
+        mark = mark_of(self._snapshot.pool, self._stream if stream is None else stream)
         self._sent_layers.update(layers)
+        if mark is not None:
+            await self._computed(mark)
         if self._mover is not None:
             await self._write(self._mover, layers)
         elif self._packer is not None:
             await self._send_frames(self._packer, layers)
+
+    async def _computed(self, mark: Mark) -> None:
+        """The pages hold their content, or the transfer has ended."""
+        passed = mark.passed()
+        await asyncio.wait(
+            (passed, self._acknowledged),  # which fails when the transfer does
+            timeout=self._deadline - time.monotonic(),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self._error is not None:
+            raise self._error
+        if not passed.done():
+            raise self._late()
+        if isinstance(error := passed.exception(), HurrayError):
+            self.fail(error)
+        passed.result()
 
     async def _write(self, mover: Mover, layers: list[int]) -> None:
         here = threading.get_ident()

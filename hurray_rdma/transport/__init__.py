@@ -11,7 +11,7 @@ from hurray_rdma.transport.endpoint import Endpoint, Worker
 from hurray_rdma.transport.lanes import Lane, LaneReport
 from hurray_rdma.transport.memory import Region, RemoteRegion, copy_local
 from hurray_rdma.transport.remote import Moved, Path, RemoteMemory, StopFlag
-from hurray_rdma.transport.streams import Gate
+from hurray_rdma.transport.streams import Gate, stream_device
 
 __all__ = [
     "Backing",
@@ -29,4 +29,5 @@ __all__ = [
     "Worker",
     "copy_local",
     "default_context",
+    "stream_device",
 ]

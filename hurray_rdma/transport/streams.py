@@ -15,12 +15,14 @@ from typing import Any
 from hurray_rdma.errors import ConfigError, HurrayError
 from hurray_rdma.transport.cuda import Driver, Words
 
-__all__ = ["Gate", "Gates", "StreamWatch", "stream_handle"]
+__all__ = ["Gate", "Gates", "StreamWatch", "stream_device", "stream_handle"]
 
 _FIRST_LOOK_S = 20e-6
 _LONGEST_LOOK_S = 500e-6
 _WORDS_AT_A_TIME = 1024
 _WRAP = 2**32
+_PER_THREAD = 2
+"""CU_STREAM_PER_THREAD."""
 
 Passed = Callable[[HurrayError | None], None]
 """Told, on the thread of the watch, that the work has run, or why that is not known."""
@@ -30,16 +32,44 @@ def stream_handle(stream: Any) -> int:
     """The ``CUstream`` of a stream: a number, or an object of CuPy, torch or cuda.core.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or the per-thread default stream.
     """
     if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    for name in ("ptr", "cuda_stream"):  # cupy.cuda.Stream, torch.cuda.Stream
-        if hasattr(stream, name):
-            return int(getattr(stream, name))
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return stream
-    raise ConfigError("must be a CUDA stream: of CuPy, torch or cuda.core, or its handle", field="stream", value=stream)
+        handle = int(stream.__cuda_stream__()[1])
+    elif hasattr(stream, "ptr"):  # cupy.cuda.Stream
+        handle = int(stream.ptr)
+    elif hasattr(stream, "cuda_stream"):  # torch.cuda.Stream
+        handle = int(stream.cuda_stream)
+    elif isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        handle = stream
+    else:
+        rule = "must be a CUDA stream: of CuPy, torch or cuda.core, or its handle"
+        raise ConfigError(rule, field="stream", value=stream)
+    if handle == _PER_THREAD:
+        raise ConfigError(
+            "must not be the per-thread default stream, which is another one in each thread",
+            field="stream",
+            value=stream,
+            fix="Make a stream of its own for the work on pages",
+        )
+    return handle
+
+
+def stream_device(stream: Any) -> int:
+    """The number of the GPU that a stream is on, if it tells: those of CuPy and torch do.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for name in ("device_id", "device_index"):
+        if isinstance(index := getattr(stream, name, None), int) and index >= 0:
+            return index
+    raise ConfigError(
+        "must tell its GPU (device_id, device_index), since the pool is in host memory",
+        field="stream",
+        value=stream,
+        fix="Pass the stream object of CuPy or torch",
+    )
 
 
 @dataclass(slots=True, eq=False)

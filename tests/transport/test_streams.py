@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from hurray_rdma.errors import ConfigError, HurrayError, TransportError
-from hurray_rdma.transport.streams import Gates, StreamWatch, stream_handle
+from hurray_rdma.transport.streams import Gates, StreamWatch, stream_device, stream_handle
 from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
 
 
@@ -31,6 +31,19 @@ def test_streams_of_all_libraries_are_handles() -> None:
     for wrong in (object(), "stream", -1, True, 1.5):
         with pytest.raises(ConfigError, match="must be a CUDA stream"):
             stream_handle(wrong)
+
+
+def test_the_per_thread_default_stream_is_refused() -> None:
+    with pytest.raises(ConfigError, match="per-thread default stream"):
+        stream_handle(2)
+
+
+def test_a_stream_on_host_memory_tells_its_gpu() -> None:
+    stream = Cupy()
+    with pytest.raises(ConfigError, match="must tell its GPU"):
+        stream_device(stream)
+    stream.device_id = 3  # type: ignore[attr-defined]
+    assert stream_device(stream) == 3
 
 
 def told_of(driver: RecordedDriver, count: int = 1) -> list[HurrayError | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.engine import arrival as asynchronous
 from hurray_rdma.engine.arrival import ArrivalState
@@ -34,9 +36,9 @@ class Arrival:
         """What became of the pages, at this moment."""
         return self._arrival.state
 
-    def wait_layer(self, layer: int, *, timeout_s: float | None = None) -> None:
-        """As of `hurray_rdma.Arrival.wait_layer`."""
-        self._thread.run(self._arrival.wait_layer(layer, timeout_s=timeout_s))
+    def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
+        """As of `hurray_rdma.Arrival.wait_layer`; this thread may block on the stream."""
+        self._thread.run(self._arrival.wait_layer(layer, stream=stream, timeout_s=timeout_s))
 
     def snapshot(self, *, timeout_s: float | None = None) -> Snapshot:
         """As of `hurray_rdma.Arrival.snapshot`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,6 +140,7 @@ class Engine:
         snapshot: Snapshot,
         *,
         page_keys: NDArray[np.uint8] | None = None,
+        stream: Any = None,
         lease_s: float | None = None,
         max_readers: int | None = None,
         on_end: Callable[[str, int], None] | None = None,
@@ -148,7 +150,13 @@ class Engine:
         self._thread.run(
             on_loop(
                 lambda: publish(
-                    key, snapshot, page_keys=page_keys, lease_s=lease_s, max_readers=max_readers, on_end=on_end
+                    key,
+                    snapshot,
+                    page_keys=page_keys,
+                    stream=stream,
+                    lease_s=lease_s,
+                    max_readers=max_readers,
+                    on_end=on_end,
                 )
             )
         )

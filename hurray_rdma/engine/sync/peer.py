@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,12 +56,19 @@ class Peer:
         pool: str | None = None,
         page_keys: NDArray[np.uint8] | None = None,
         zero_tails: bool = False,
+        stream: Any = None,
         timeout_s: float | None = None,
     ) -> TransferStats:
         """As of `hurray_rdma.Peer.send`."""
         return self._thread.run(
             self._peer.send(
-                snapshot, key=key, pool=pool, page_keys=page_keys, zero_tails=zero_tails, timeout_s=timeout_s
+                snapshot,
+                key=key,
+                pool=pool,
+                page_keys=page_keys,
+                zero_tails=zero_tails,
+                stream=stream,
+                timeout_s=timeout_s,
             )
         )
 
@@ -72,6 +80,7 @@ class Peer:
         pool: str | None = None,
         page_keys: NDArray[np.uint8] | None = None,
         zero_tails: bool = False,
+        stream: Any = None,
         timeout_s: float | None = None,
     ) -> Future[TransferStats]:
         """`send` that returns at once, for a scheduler that must not wait.
@@ -82,15 +91,26 @@ class Peer:
         """
         return self._thread.submit(
             self._peer.send(
-                snapshot, key=key, pool=pool, page_keys=page_keys, zero_tails=zero_tails, timeout_s=timeout_s
+                snapshot,
+                key=key,
+                pool=pool,
+                page_keys=page_keys,
+                zero_tails=zero_tails,
+                stream=stream,
+                timeout_s=timeout_s,
             )
         )
 
     def send_groups(
-        self, snapshots: SnapshotGroups, *, key: str | None = None, timeout_s: float | None = None
+        self,
+        snapshots: SnapshotGroups,
+        *,
+        key: str | None = None,
+        stream: Any = None,
+        timeout_s: float | None = None,
     ) -> dict[str, TransferStats]:
         """As of `hurray_rdma.Peer.send_groups`."""
-        return self._thread.run(self._peer.send_groups(snapshots, key=key, timeout_s=timeout_s))
+        return self._thread.run(self._peer.send_groups(snapshots, key=key, stream=stream, timeout_s=timeout_s))
 
     def begin(
         self,
@@ -100,12 +120,19 @@ class Peer:
         pool: str | None = None,
         page_keys: NDArray[np.uint8] | None = None,
         zero_tails: bool = False,
+        stream: Any = None,
         timeout_s: float | None = None,
     ) -> Transfer:
         """As of `hurray_rdma.Peer.begin`; what is wrong with the arguments is raised when it is entered."""
         return Transfer(
             lambda: self._peer.begin(
-                snapshot, key=key, pool=pool, page_keys=page_keys, zero_tails=zero_tails, timeout_s=timeout_s
+                snapshot,
+                key=key,
+                pool=pool,
+                page_keys=page_keys,
+                zero_tails=zero_tails,
+                stream=stream,
+                timeout_s=timeout_s,
             ),
             self._thread,
             self._transfers,

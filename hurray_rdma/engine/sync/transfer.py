@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hurray_rdma.engine import transfer as asynchronous
 from hurray_rdma.engine.stats import TransferStats
@@ -49,13 +49,13 @@ class Transfer:
         else:
             self._thread.end(self._leave(transfer, kind, error, traceback))
 
-    def send_layer(self, layer: int) -> None:
+    def send_layer(self, layer: int, *, stream: Any = None) -> None:
         """As of `hurray_rdma.Transfer.send_layer`."""
-        self._thread.run(self._begun().send_layer(layer))
+        self._thread.run(self._begun().send_layer(layer, stream=stream))
 
-    def send_rest(self) -> None:
+    def send_rest(self, *, stream: Any = None) -> None:
         """As of `hurray_rdma.Transfer.send_rest`."""
-        self._thread.run(self._begun().send_rest())
+        self._thread.run(self._begun().send_rest(stream=stream))
 
     def abort(self, reason: str = "the sender does not want it any more") -> None:
         """As of `hurray_rdma.Transfer.abort`."""

@@ -1,0 +1,291 @@
+"""Pages that CUDA streams fill or wait for: real engines and moves, and a driver that says when events have passed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hurray_rdma import Arrival, Engine, PagePool
+from hurray_rdma.errors import ConfigError, DeadlineExceededError, HurrayError, TransferAbortedError, TransportError
+from hurray_rdma.transport import Context
+from tests.hazards.scenes import SPEC, digest, fill, make_pool, run, settled, snapshot_of
+from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
+
+NEVER = 1 << 60
+
+
+class Stream:
+    """Of a library; on the second GPU."""
+
+    ptr = 7
+    device_id = 1
+
+
+@pytest.fixture
+def driver() -> RecordedDriver:
+    return RecordedDriver(passed_after=NEVER)
+
+
+@pytest.fixture
+def context(driver: RecordedDriver) -> Context:
+    context = Context()
+    context.__dict__["driver"] = driver  # in the place of the machine's
+    return context
+
+
+@pytest.fixture
+def source(context: Context) -> Iterator[PagePool]:
+    with make_pool(SPEC, 8, context=context) as pool:
+        yield pool
+
+
+@pytest.fixture
+def dest(context: Context) -> Iterator[PagePool]:
+    with make_pool(SPEC, 8, context=context) as pool:
+        yield pool
+
+
+async def first(engine: Engine) -> Arrival:
+    async with asyncio.timeout(10):
+        return await anext(engine.arrivals())
+
+
+async def recorded(driver: RecordedDriver, count: int = 1) -> None:
+    """Returns once so many events were recorded and asked."""
+    await until(lambda: sum(call[0] == "record" for call in driver.calls) >= count and driver.asked >= 3)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
+def test_pages_are_moved_only_after_the_work_that_fills_them(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            snapshot = snapshot_of(source, [3, 1])
+            sending = asyncio.create_task(peer.send(snapshot, stream=Stream()))
+            arrival = await first(receiver)
+            await recorded(driver)
+            assert driver.calls == [("record", 7, 1)]
+            assert arrival.state.name == "ARRIVING"
+            fill(source, 5)  # the kernels do
+            driver.passed_after = 0
+            await sending
+            assert digest(await arrival.snapshot()) == digest(snapshot)
+            arrival.release()
+
+    run(job())
+
+
+def test_each_layer_waits_for_its_own_work(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            snapshot = snapshot_of(source, [3, 1])
+            async with peer.begin(snapshot, stream=Stream()) as transfer:
+                arrival = await first(receiver)
+                layers = [asyncio.create_task(transfer.send_layer(layer)) for layer in range(2)]
+                await recorded(driver, count=2)
+                with pytest.raises(DeadlineExceededError):
+                    await arrival.wait_layer(0, timeout_s=0.05)
+                fill(source, 6)
+                driver.passed_after = 0
+                await asyncio.gather(*layers)
+            assert digest(await arrival.snapshot()) == digest(snapshot)
+            assert [call[:2] for call in driver.calls if call[0] == "record"] == [("record", 7)] * 2
+            arrival.release()
+
+    run(job())
+
+
+def test_failed_kernels_end_the_transfer_on_both_sides(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1]), stream=Stream()))
+            arrival = await first(receiver)
+            driver.fails = True
+            with pytest.raises(TransportError, match="illegal memory access"):
+                await sending
+            with pytest.raises(HurrayError):
+                await arrival.snapshot(timeout_s=10)
+            await settled(dest, 8, 0, 0)
+
+    run(job())
+
+
+def test_kernels_that_never_end_cost_no_more_than_the_deadline(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            with pytest.raises(DeadlineExceededError):
+                await peer.send(snapshot_of(source, [3, 1]), stream=Stream(), timeout_s=0.3)
+            await settled(dest, 8, 0, 0)
+            driver.passed_after = 0
+            await peer.send(snapshot_of(source, [3, 1]), stream=Stream())
+
+    run(job())
+
+
+def test_a_receiver_that_aborts_ends_the_wait_for_kernels(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1]), stream=Stream()))
+            (await first(receiver)).abort("not wanted")
+            with pytest.raises(TransferAbortedError):
+                await sending
+            await settled(dest, 8, 0, 0)
+            driver.passed_after = 0
+
+    run(job())
+
+
+def test_readers_wait_until_what_is_published_holds_its_content(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(source, listen="127.0.0.1:0") as publisher,
+            Engine(dest) as reader,
+            reader.connect(publisher.address) as peer,
+        ):
+            snapshot = snapshot_of(source, [3, 1])
+            publisher.publish("ready soon", snapshot, stream=Stream())
+            with pytest.raises(DeadlineExceededError):
+                await peer.fetch("ready soon", timeout_s=0.2)
+            fetching = asyncio.create_task(peer.fetch("ready soon"))
+            await recorded(driver)
+            fill(source, 7)
+            driver.passed_after = 0
+            with await fetching as fetched:
+                assert digest(fetched) == digest(snapshot)
+            assert publisher.unpublish("ready soon")
+
+    run(job())
+
+
+def test_readers_hear_of_failed_kernels(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
+    async def job() -> None:
+        driver.fails = True
+        async with (
+            Engine(source, listen="127.0.0.1:0") as publisher,
+            Engine(dest) as reader,
+            reader.connect(publisher.address) as peer,
+        ):
+            publisher.publish("broken", snapshot_of(source, [3, 1]), stream=Stream())
+            with pytest.raises(TransportError, match="illegal memory access"):
+                await peer.fetch("broken")
+
+    run(job())
+
+
+def words(driver: RecordedDriver) -> list[tuple[int, int]]:
+    """What streams wait for: (the word as it is now, the value that lets them go on)."""
+    return [
+        (driver.words[0].host[(address - DEVICE_ADDRESS) // 4], value)
+        for kind, *rest in driver.calls
+        if kind == "wait"
+        for _, address, value, _ in [rest]
+    ]
+
+
+def wait(arrival: Arrival, layer: int, **more: Any) -> Any:
+    return arrival.wait_layer(layer, stream=Stream(), **more)
+
+
+def test_a_stream_waits_for_a_layer_without_the_host(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            async with peer.begin(snapshot_of(source, [3, 1])) as transfer:
+                arrival = await first(receiver)
+                for layer in (0, 1, 1):
+                    await wait(arrival, layer)
+                assert words(driver) == [(0, 1)] * 3
+                await transfer.send_layer(1)
+                await arrival.wait_layer(1)
+                assert words(driver) == [(0, 1), (1, 1), (1, 1)]
+                await transfer.send_layer(0)
+            await arrival.snapshot()
+            assert words(driver) == [(1, 1)] * 3
+            await wait(arrival, 0)
+            assert len(words(driver)) == 3, "nothing to wait for"
+            arrival.release()
+
+    run(job())
+
+
+def test_a_stream_goes_on_when_the_arrival_fails_or_takes_too_long(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            transfer = peer.begin(snapshot_of(source, [3, 1]))
+            await transfer.__aenter__()
+            arrival = await first(receiver)
+            await wait(arrival, 0, timeout_s=0.05)
+            await wait(arrival, 0)
+            await until(lambda: words(driver)[0] == (1, 1))
+            assert words(driver)[1] == (0, 1)
+            await transfer.abort()
+            with pytest.raises(HurrayError):
+                await arrival.wait_layer(0)
+            assert words(driver) == [(1, 1)] * 2
+            with pytest.raises(HurrayError):
+                await wait(arrival, 0)
+
+    run(job())
+
+
+def test_what_is_no_stream_is_refused_before_anything_moves(source: PagePool, dest: PagePool) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            for wrong in ("stream", object(), 7):  # a bare handle does not tell its GPU, nor does a pool on the host
+                with pytest.raises(ConfigError, match="stream"):
+                    await peer.send(snapshot_of(source, [3, 1]), stream=wrong)
+            await settled(dest, 8, 0, 0)
+
+    run(job())
