@@ -47,12 +47,18 @@ class Link:
         self._connection.send(message)
 
     async def receive(self, kind: type[T]) -> T:
-        """The supervisor's next message, without blocking the event loop.
+        """The supervisor's next message, without blocking the event loop; a cancelled wait loses none.
 
         Raises:
             ProtocolError: it is of another kind than ``kind``.
         """
-        message = await asyncio.to_thread(self._connection.recv)
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connection.fileno(), readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._connection.fileno())
+        message = self._connection.recv()
         if not isinstance(message, kind):
             raise ProtocolError(f"the supervisor must send {kind.__name__}", field="message", value=message)
         return message

@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -22,8 +22,10 @@ __all__ = [
     "DemoConfig",
     "LlmConfig",
     "RunConfig",
+    "Settings",
     "default_path",
     "load_config",
+    "merge_settings",
     "named",
     "read_toml",
 ]
@@ -32,6 +34,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 """Table of the file -> key -> value."""
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+_Config = TypeVar("_Config")
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,19 +108,19 @@ class DemoConfig(_Table, frozen=True):
     llm: LlmConfig
 
 
-def default_path() -> Path:
-    """The shipped ``demo.toml``: inside the installed package, or beside the package in a checkout.
+def default_path(name: str = "demo.toml") -> Path:
+    """A shipped file of settings: inside the installed package, or beside the package in a checkout.
 
     Raises:
         ConfigError: it is in neither place.
     """
     package = Path(hurray_rdma.__file__).parent
-    places = (package / "configs" / "demo.toml", package.parent / "configs" / "demo.toml")
+    places = (package / "configs" / name, package.parent / "configs" / name)
     for path in places:
         if path.is_file():
             return path
     raise ConfigError(
-        "does not exist", field="configs/demo.toml", value=str(places[0]), fix="Install the package again"
+        "does not exist", field=f"configs/{name}", value=str(places[0]), fix="Install the package again"
     )
 
 
@@ -131,7 +134,26 @@ def load_config(path: Path | None = None, *, overrides: Settings | None = None) 
     Raises:
         ConfigError: a file cannot be read, or a setting is unknown, of the wrong type or out of range.
     """
-    merged = read_toml(default_path())
+    config = merge_settings(DemoConfig, "demo.toml", path, overrides, what="the demo")
+    _check_batch(config)
+    return config
+
+
+def merge_settings(
+    kind: type[_Config], defaults: str, path: Path | None, overrides: Settings | None, *, what: str
+) -> _Config:
+    """Settings of one kind: shipped defaults, a file over them, options over both.
+
+    Args:
+        kind: a struct of tables.
+        defaults: name of the shipped file.
+        path, overrides: as of `load_config`.
+        what: that has the settings, for messages.
+
+    Raises:
+        ConfigError: as of `load_config`.
+    """
+    merged = read_toml(default_path(defaults))
     layers: list[Settings] = [] if path is None else [read_toml(path)]
     layers.append(
         {table: {k: v for k, v in keys.items() if v is not None} for table, keys in (overrides or {}).items()}
@@ -142,11 +164,9 @@ def load_config(path: Path | None = None, *, overrides: Settings | None = None) 
                 raise ConfigError(f"must stand in one of the tables {sorted(merged)}", field=table, value=keys)
             merged[table] = {**merged.get(table, {}), **keys}
     try:
-        config = msgspec.convert(merged, DemoConfig)
+        return msgspec.convert(merged, kind)
     except msgspec.ValidationError as error:
-        raise named(error, merged, what="the demo") from error
-    _check_batch(config)
-    return config
+        raise named(error, merged, what=what) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -39,17 +39,27 @@ class Content:
         self._key_origin = _mix(np.array([seed], np.uint64))
         self._block = _mix(np.arange(-(-page_nbytes // 8), dtype=np.uint64) ^ _mix(self._key_origin))
 
-    def fill(self, pages: NDArray[Any], *, tensor: int, page_ids: NDArray[np.uint32]) -> None:
+    def fill(
+        self,
+        pages: NDArray[Any],
+        *,
+        tensor: int,
+        page_ids: NDArray[np.uint32],
+        places: NDArray[np.uint32] | None = None,
+    ) -> None:
         """Writes the pages ``page_ids`` of one tensor.
 
         Args:
             pages: ``[num_pages, ...]`` of any dtype, C order within a page, written in place.
             tensor: number of the tensor (one role of one layer).
             page_ids: uint32 ``[n]``.
+            places: which of ``pages`` get them, uint32 ``[n]``; None is those of the same IDs.
         """
+        places = page_ids if places is None else places
         for start in range(0, len(page_ids), _PAGES_AT_ONCE):
-            chunk = page_ids[start : start + _PAGES_AT_ONCE]
-            pages[chunk] = self.expected(tensor=tensor, page_ids=chunk).view(pages.dtype).reshape(-1, *pages.shape[1:])
+            chunk = slice(start, start + _PAGES_AT_ONCE)
+            content = self.expected(tensor=tensor, page_ids=page_ids[chunk])
+            pages[places[chunk]] = content.view(pages.dtype).reshape(-1, *pages.shape[1:])
 
     def expected(self, *, tensor: int, page_ids: NDArray[np.uint32]) -> NDArray[np.uint8]:
         """The bytes of some pages of one tensor: uint8 ``[len(page_ids), page_nbytes]``, contiguous."""

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
@@ -110,6 +110,22 @@ class Supervisor:
         """
         while not process.inbox:
             self._pump(process)
+        return self._checked(process, kind)
+
+    def receive_any(self, processes: Sequence[Process], kind: type[T]) -> tuple[Process, T]:
+        """The next message of any of ``processes``, and whose it is; otherwise as `receive`."""
+        while (sender := next((each for each in processes if each.inbox), None)) is None:
+            self._pump(*processes)
+        return sender, self._checked(sender, kind)
+
+    def kill(self, process: Process) -> None:
+        """Ends ``process`` by SIGKILL, on purpose: its end is nobody's failure. What it said unheard is lost."""
+        self._processes.remove(process)
+        process.process.kill()
+        process.process.join()
+        process.connection.close()
+
+    def _checked(self, process: Process, kind: type[T]) -> T:
         message = process.inbox.popleft()
         if not isinstance(message, kind):
             raise ProtocolError(
@@ -133,13 +149,14 @@ class Supervisor:
         if process.process.exitcode != 0:
             raise _lost(process)
 
-    def _pump(self, process: Process) -> None:
+    def _pump(self, *awaited: Process) -> None:
         open_ones = {p.connection: p for p in self._processes if not p.connection.closed}
-        if process.connection not in open_ones:
-            raise _lost(process)
+        for process in awaited:
+            if process.connection not in open_ones:
+                raise _lost(process)
         ready = wait(list(open_ones), timeout=max(0.0, self._deadline - time.monotonic()))
         if not ready:
-            raise self._too_late(process)
+            raise self._too_late(awaited[0])
         for connection in ready:
             self._read(open_ones[connection])  # type: ignore[index]
 

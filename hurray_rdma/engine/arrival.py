@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any
@@ -73,6 +74,10 @@ class Arrival:
         self.path = path
         """How it writes, as of `TransferStats.path`."""
         self.state = ArrivalState.ARRIVING
+        self.granted_s = time.monotonic()
+        """When its pages were granted, and those looked up that were here already, on the clock of `time.monotonic`."""
+        self.completed_s: float | None = None
+        """When it was complete, and its pages could be found by their keys; None before."""
         self.block_table = page_map.block_table(page_ids)
         """Of this pool, uint32 ``[seq_ptr[-1]]``: where the pages will be."""
         self.seq_ptr = page_map.seq_ptr
@@ -83,6 +88,12 @@ class Arrival:
         self._pool = pool
         self._written = written
         self._resident = resident
+        self.resident = (
+            np.isin(self.block_table, resident.page_ids)
+            if resident is not None
+            else np.zeros(len(self.block_table), np.bool_)
+        )
+        """Which entries of ``block_table`` name pages that were here already and are not sent, bool ``[seq_ptr[-1]]``."""
         self._timeout_s = timeout_s
         self._on_abort = on_abort
         spec = pool.spec
@@ -189,6 +200,7 @@ class Arrival:
     def completed(self) -> None:
         """Everything is in place."""
         self.state = ArrivalState.COMPLETE
+        self.completed_s = time.monotonic()
         self._set(self._layers)
         self._complete.set()
 
