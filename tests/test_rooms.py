@@ -17,6 +17,7 @@ PACKAGE = Path(hurray_rdma.__file__).parent
 ROOMS = [
     "testing",
     "cli",
+    "replay",
     "bench",
     "demo",
     "sync",

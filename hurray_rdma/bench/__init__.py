@@ -9,7 +9,8 @@ Bottom up: `case` (which pages), `measured` (numbers), `yardsticks`, `sending` a
 """
 
 from hurray_rdma.bench.config import BenchConfig, load_config
-from hurray_rdma.bench.page import check_report_folder, write_page
+from hurray_rdma.bench.document import check_report_folder
+from hurray_rdma.bench.page import write_page
 from hurray_rdma.bench.remote import num_remote_steps, run_remote
 from hurray_rdma.bench.results import BenchReport
 from hurray_rdma.bench.run import num_steps, run_bench

@@ -1,17 +1,15 @@
-"""Plots of a report as SVG text, by matplotlib, which is imported here only."""
+"""Plots of a report as SVG text."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import Any
 
+from hurray_rdma.bench.drawing import legend_beside, new_figure, svg
 from hurray_rdma.bench.messages import Party
 from hurray_rdma.bench.results import LatencyRow, OverlapRow, SweepRow
 from hurray_rdma.bench.table import size_text
-from hurray_rdma.errors import ConfigError
 
-__all__ = ["latency_plot", "overlap_plot", "ratio_plot", "require_matplotlib"]
+__all__ = ["latency_plot", "overlap_plot", "ratio_plot"]
 
 _COLORS = {
     Party.HURRAY: "#c0392b",
@@ -29,28 +27,13 @@ _COLORS = {
 }
 
 
-def require_matplotlib() -> None:
-    """Better known before a run than after it.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            f"--report needs matplotlib: {error}",
-            fix="pip install 'hurray-rdma[bench]', in a checkout pip install '.[bench]'",
-        ) from error
-
-
 def ratio_plot(rows: Sequence[SweepRow]) -> str:
     """Ratio to memcpy by page size, one line a party, bars from its slowest to its fastest round.
 
     Args:
         rows: of one lane, pattern and size of transfers.
     """
-    figure, axes = _figure(height=4.2)
+    figure, axes = new_figure(height=4.2)
     for party in dict.fromkeys(row.party for row in rows):
         mine = sorted((row for row in rows if row.party is party), key=lambda row: (row.page_nbytes, row.num_pages))
         middle = [row.ratio for row in mine]
@@ -75,13 +58,13 @@ def ratio_plot(rows: Sequence[SweepRow]) -> str:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("page size")
     axes.set_ylabel("memcpy = 1.00")
-    _legend_beside(axes)
-    return _svg(figure)
+    legend_beside(axes)
+    return svg(figure)
 
 
 def latency_plot(rows: Sequence[LatencyRow]) -> str:
     """p50 of every party as bars, p99 as a whisker, by the number of pages; logarithmic."""
-    figure, axes = _figure(height=3.8)
+    figure, axes = new_figure(height=3.8)
     counts = sorted({row.num_pages for row in rows})
     parties = list(dict.fromkeys(row.party for row in rows))
     width = 0.8 / len(parties)
@@ -101,13 +84,13 @@ def latency_plot(rows: Sequence[LatencyRow]) -> str:
     axes.set_yscale("log")
     axes.set_xticks(range(len(counts)), [f"{count} x {size_text(rows[0].page_nbytes)}" for count in counts])
     axes.set_ylabel("us, p50 (whisker: p99)")
-    _legend_beside(axes)
-    return _svg(figure)
+    legend_beside(axes)
+    return svg(figure)
 
 
 def overlap_plot(row: OverlapRow) -> str:
     """The layers of one round as bars over time."""
-    figure, axes = _figure(height=0.6 + 0.11 * row.num_layers)
+    figure, axes = new_figure(height=0.6 + 0.11 * row.num_layers)
     layers = range(row.num_layers)
     for name, color, offset, spans in (
         ("computed", "#95a5a6", 0.2, [each.computed for each in row.timeline]),
@@ -126,27 +109,5 @@ def overlap_plot(row: OverlapRow) -> str:
     axes.set_xlim(left=0)
     axes.set_xlabel("ms")
     axes.set_ylabel("layer")
-    _legend_beside(axes)
-    return _svg(figure)
-
-
-def _figure(*, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - of the [bench] extra
-
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="both", color="#eeeeee")
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def _legend_beside(axes: Any) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
-
-
-def _svg(figure: Any) -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    legend_beside(axes)
+    return svg(figure)

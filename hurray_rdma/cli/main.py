@@ -22,6 +22,7 @@ from hurray_rdma.cli.bench import bench
 from hurray_rdma.cli.demo import demo
 from hurray_rdma.cli.doctor import doctor
 from hurray_rdma.cli.inspect import inspect
+from hurray_rdma.cli.replay import replay
 from hurray_rdma.cli.serve import serve
 from hurray_rdma.errors import ConfigError, GeometryError, HurrayError
 
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command(short_help="See it work: move a cache between two processes, compare it.")(demo)
 app.command(short_help="Is this machine fast? Lanes, limits, what mends them.")(doctor)
 app.command(short_help="Measure the engine beside memcpy and other engines.")(bench)
+app.command(short_help="Send the requests of a production trace, check every byte and count.")(replay)
 app.command(short_help="Receive for bench --connect on another machine.")(serve)
 app.command(short_help="Explain descriptors and control messages byte by byte.")(inspect)
 

@@ -119,9 +119,7 @@ def default_path(name: str = "demo.toml") -> Path:
     for path in places:
         if path.is_file():
             return path
-    raise ConfigError(
-        "does not exist", field=f"configs/{name}", value=str(places[0]), fix="Install the package again"
-    )
+    raise ConfigError("does not exist", field=f"configs/{name}", value=str(places[0]), fix="Install the package again")
 
 
 def load_config(path: Path | None = None, *, overrides: Settings | None = None) -> DemoConfig:

@@ -93,7 +93,7 @@ class Arrival:
             if resident is not None
             else np.zeros(len(self.block_table), np.bool_)
         )
-        """Which entries of ``block_table`` name pages that were here already and are not sent, bool ``[seq_ptr[-1]]``."""
+        """Which entries of ``block_table`` name pages that were here already, and do not travel: bool, one for each."""
         self._timeout_s = timeout_s
         self._on_abort = on_abort
         spec = pool.spec

@@ -8,8 +8,20 @@ processes), `expected` (counts from the trace), `gathered`, `run`; `results` is 
 """
 
 from hurray_rdma.replay.config import ReplayConfig, load_config
+from hurray_rdma.replay.page import write_page
 from hurray_rdma.replay.results import ReplayReport
 from hurray_rdma.replay.run import NUM_STEPS, run_replay
+from hurray_rdma.replay.table import print_report
 from hurray_rdma.replay.trace import Trace, read_trace
 
-__all__ = ["NUM_STEPS", "ReplayConfig", "ReplayReport", "Trace", "load_config", "read_trace", "run_replay"]
+__all__ = [
+    "NUM_STEPS",
+    "ReplayConfig",
+    "ReplayReport",
+    "Trace",
+    "load_config",
+    "print_report",
+    "read_trace",
+    "run_replay",
+    "write_page",
+]

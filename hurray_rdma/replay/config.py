@@ -35,8 +35,6 @@ class WorkersConfig(_Table, frozen=True):
     """Of each prefill worker's pool."""
     decode_pages: _Pages
     """Of each decode worker's pool."""
-    headroom_pages: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
-    """A decode worker gives up kept prefixes until so many pages are free; 0: what the largest request needs."""
     in_flight: Annotated[int, msgspec.Meta(ge=1, le=256)]
     """Requests that a prefill worker sends at a time."""
 

@@ -89,8 +89,8 @@ class _Cache:
 def check_services(work: Work, services: Sequence[Service]) -> tuple[int, list[str]]:
     """Serves the requests of a decode worker's whole life once more, in a model of its cache.
 
-    What is resident depends on the order in which grants, arrivals' ends and releases fell; that order is taken from the
-    worker's times, nothing else is.
+    What is resident depends on the order in which grants, arrivals' ends and releases fell; that order is taken from
+    the worker's times, nothing else is.
 
     Args:
         work: the replay.

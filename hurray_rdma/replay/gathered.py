@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hurray_rdma.bench.machine import MachineFacts
 from hurray_rdma.cache import PageAccounts
 from hurray_rdma.engine import EngineStats
 from hurray_rdma.replay.expected import bounds_of, check_services
@@ -99,7 +100,7 @@ class Gathered:
         """Whether nothing is left to wait for."""
         return self.num_through == len(self._work.trace)
 
-    def report(self, name: str) -> ReplayReport:
+    def report(self, name: str, facts: MachineFacts) -> ReplayReport:
         """What it came to, after everybody has ended."""
         work = self._work
         bounds = [bounds_of(work, worker) for worker in range(work.config.workers.decode)]
@@ -128,6 +129,7 @@ class Gathered:
         seconds = max(released, default=self._start_s) - self._start_s
         stats = [life.ended.stats for life in self._lives if life.ended is not None]
         return ReplayReport(
+            facts=facts,
             trace=name,
             config=work.config,
             malformed=work.trace.malformed,

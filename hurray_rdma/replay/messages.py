@@ -12,7 +12,18 @@ from numpy.typing import NDArray
 
 from hurray_rdma.engine import EngineStats
 
-__all__ = ["Begin", "DecodeNews", "Delivery", "Ended", "Failure", "Finish", "PrefillNews", "Restarted", "Sample", "Service"]
+__all__ = [
+    "Begin",
+    "DecodeNews",
+    "Delivery",
+    "Ended",
+    "Failure",
+    "Finish",
+    "PrefillNews",
+    "Restarted",
+    "Sample",
+    "Service",
+]
 
 
 @dataclass(frozen=True, slots=True)

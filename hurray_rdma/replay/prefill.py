@@ -109,9 +109,8 @@ class _Desk:
         life, started_s = self._lives[worker], time.monotonic()
         try:
             snapshot = self._compute(request, lease)
-            stats = await self._peers[worker].send(
-                snapshot, key=str(request), page_keys=self._work.keys_of(request), timeout_s=self._work.config.run.timeout_s
-            )
+            keys = self._work.keys_of(request)
+            stats = await self._peers[worker].send(snapshot, key=str(request), page_keys=keys)
         except PeerLostError:
             if self._lives[worker] > life:
                 self._repeat([request])

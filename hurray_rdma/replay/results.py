@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hurray_rdma.bench.machine import MachineFacts
 from hurray_rdma.replay.config import ReplayConfig
 from hurray_rdma.replay.messages import Sample
 from hurray_rdma.replay.trace import Malformed
@@ -58,6 +59,7 @@ class Life:
 class ReplayReport:
     """Facts of one replay."""
 
+    facts: MachineFacts
     trace: str
     config: ReplayConfig
     malformed: tuple[Malformed, ...]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-
+from hurray_rdma.bench.machine import MachineFacts, machine_facts
 from hurray_rdma.demo import Supervisor
 from hurray_rdma.demo.messages import Listening, Ready
 from hurray_rdma.demo.supervisor import Process
@@ -49,10 +48,11 @@ def run_replay(
         HurrayError: a worker failed or died unasked, time is up, or bytes differ (MismatchError).
     """
     _check(config, trace, kill_decode_at)
+    facts = machine_facts()
     work = Work(config, trace, choose_workers(trace, config.workers.decode))
     with Supervisor(deadline_s=config.run.deadline_s) as supervisor:
         on_step("starting the workers")
-        return _Replay(supervisor, work, kill_decode_at, on_step).run(name)
+        return _Replay(supervisor, work, kill_decode_at, on_step).run(name, facts)
 
 
 def _check(config: ReplayConfig, trace: Trace, kill_decode_at: int | None) -> None:
@@ -89,7 +89,7 @@ class _Replay:
     def _start_decode(self, number: int, listen: str) -> Process:
         return self._supervisor.start(f"decode {number}", decode, self._work, listen)
 
-    def run(self, name: str) -> ReplayReport:
+    def run(self, name: str, facts: MachineFacts) -> ReplayReport:
         for process in (*self._decode, *self._prefill):
             process.send(self._begin)
         while not self._gathered.done:
@@ -103,7 +103,7 @@ class _Replay:
                 process.send(Finish())
             for process in processes:
                 self._finish(process)
-        return self._gathered.report(name)
+        return self._gathered.report(name, facts)
 
     def _take(self, process: Process, message: object) -> None:
         match message:

@@ -42,9 +42,12 @@ class Work:
 
     @cached_property
     def headroom_pages(self) -> int:
-        """Free pages that decode workers provide: as set, or what the largest request needs that fits at all."""
+        """Free pages that decode workers provide for the next request: what the largest needs that fits at all.
+
+        With fewer an offer could wait for pages that are merely kept: an engine does not say that one waits.
+        """
         fitting = self.trace.lengths[self.trace.lengths <= self.config.workers.decode_pages]
-        return self.config.workers.headroom_pages or int(fitting.max(initial=1))
+        return int(fitting.max(initial=1))
 
     @cached_property
     def content(self) -> Content:
