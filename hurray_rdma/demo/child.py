@@ -31,7 +31,7 @@ class Failed:
     """The last message of a process that failed."""
 
     error: HurrayError | None
-    """The failure, if it is one of the engine's kinds."""
+    """The failure, if it is one of the engine's kinds; of a group of failures the first."""
     text: str
     """The traceback."""
 
@@ -83,7 +83,10 @@ def child_main(
     try:
         asyncio.run(_run(function, Link(connection), args))
     except Exception as error:
-        known = error if isinstance(error, HurrayError) else None
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        known = first if isinstance(first, HurrayError) else None
         with contextlib.suppress(BrokenPipeError):  # the supervisor has given up on this process already
             connection.send(Failed(known, traceback.format_exc()))
         sys.exit(1)

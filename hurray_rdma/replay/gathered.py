@@ -22,7 +22,7 @@ from hurray_rdma.replay.work import Work
 __all__ = ["Gathered"]
 
 _WAITED_S = 1e-3
-"""A grant that took longer had to wait for pages."""
+"""A grant that took longer has waited."""
 
 
 @dataclass(slots=True)

@@ -101,10 +101,10 @@ class ReplayReport:
     late_s: Percentiles
     """From when a request is due to its acknowledgement: the queue of its prefill worker too."""
     num_leases: int
-    """Grants."""
+    """Grants, those of killed workers left out, as in the fields that follow."""
     num_leases_expired: int
     num_waits: int
-    """Grants that took more than a millisecond: their pages were not free."""
+    """Grants that came more than a millisecond after their offer, most of them since pages were not free."""
     wait_s: float
     """Waiting for grants, all together."""
     refusals: Mapping[str, int]

@@ -78,8 +78,8 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         ("since due", _percentiles(report.late_s)),
         (
             "leases",
-            f"{report.num_leases:,} grants, {report.num_leases_expired:,} expired; {report.num_waits:,} waited for "
-            f"pages, {report.wait_s:.2f} s in all",
+            f"{report.num_leases:,} grants, {report.num_leases_expired:,} expired; {report.num_waits:,} came more "
+            f"than 1 ms after their offer; {report.wait_s:.2f} s of waiting in all",
         ),
         ("ended early", ended),
     ]

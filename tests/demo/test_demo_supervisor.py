@@ -30,6 +30,21 @@ async def fail_typed(link: Link) -> None:
     raise GeometryError("is not below num_pages 5", field="block_table[4]", value=9)
 
 
+async def fail_in_a_group(link: Link) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(hang(link))
+        tasks.create_task(fail_typed(link))
+
+
+async def impatient(link: Link) -> None:
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await link.receive(int)
+    link.send("tired")
+    link.send(await link.receive(int))
+
+
 async def fail_untyped(link: Link) -> None:
     raise ZeroDivisionError("by hand")
 
@@ -110,6 +125,51 @@ def test_a_process_that_is_stuck_or_stopped_costs_the_deadline_and_no_more() -> 
             supervisor.receive(child, str)
     assert time.monotonic() - started < 8
     assert gone(child)
+
+
+def test_of_several_whoever_speaks_is_heard() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        children = [supervisor.start(word, echo, word) for word in ("one", "two")]
+        heard = dict(supervisor.receive_any(children, str) for _ in children)
+        assert heard == {child: child.name for child in children}
+        children[1].send(5)
+        assert supervisor.receive_any(children, int) == (children[1], 5)
+        children[0].send(6)
+        for child in children:
+            supervisor.finish(child)
+        assert supervisor.receive_any(children, int) == (children[0], 6)
+
+
+def test_a_process_killed_on_purpose_is_nobodys_failure() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        victim = supervisor.start("victim", hang)
+        other = supervisor.start("other", echo, "hello")
+        supervisor.receive(victim, str)
+        supervisor.kill(victim)
+        assert gone(victim)
+        assert supervisor.receive(other, str) == "hello"
+        other.send(3)
+        assert supervisor.receive(other, int) == 3
+        failing = supervisor.start("failing", fail_typed)
+        with pytest.raises(GeometryError):
+            supervisor.receive(failing, str)
+
+
+def test_a_failure_in_a_group_of_tasks_is_that_failure() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        failing = supervisor.start("failing", fail_in_a_group)
+        supervisor.receive(failing, str)
+        with pytest.raises(GeometryError, match=r"block_table\[4\] = 9") as caught:
+            supervisor.receive(failing, str)
+    assert "ExceptionGroup" in str(getattr(caught.value.__cause__, "text", ""))
+
+
+def test_a_wait_that_was_cancelled_loses_no_message() -> None:
+    with Supervisor(deadline_s=30) as supervisor:
+        child = supervisor.start("impatient", impatient)
+        supervisor.receive(child, str)
+        child.send(7)
+        assert supervisor.receive(child, int) == 7
 
 
 def test_the_wrong_message_is_an_error() -> None:

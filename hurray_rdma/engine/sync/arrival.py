@@ -30,11 +30,20 @@ class Arrival:
         """As of `hurray_rdma.Arrival.path`."""
         self.block_table = arrival.block_table
         """As of `hurray_rdma.Arrival.block_table`."""
+        self.resident = arrival.resident
+        """As of `hurray_rdma.Arrival.resident`."""
+        self.granted_s = arrival.granted_s
+        """As of `hurray_rdma.Arrival.granted_s`."""
 
     @property
     def state(self) -> ArrivalState:
         """What became of the pages, at this moment."""
         return self._arrival.state
+
+    @property
+    def completed_s(self) -> float | None:
+        """As of `hurray_rdma.Arrival.completed_s`."""
+        return self._arrival.completed_s
 
     def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
         """As of `hurray_rdma.Arrival.wait_layer`; this thread may block on the stream."""
