@@ -38,7 +38,7 @@ app = typer.Typer(
 app.command(short_help="See it work: move a cache between two processes, compare it.")(demo)
 app.command(short_help="Is this machine fast? Lanes, limits, what mends them.")(doctor)
 app.command(short_help="Measure the engine beside memcpy and other engines.")(bench)
-app.command(short_help="Send the requests of a production trace, check every byte and count.")(replay)
+app.command(short_help="Run a production trace through it, checked.")(replay)
 app.command(short_help="Receive for bench --connect on another machine.")(serve)
 app.command(short_help="Explain descriptors and control messages byte by byte.")(inspect)
 

@@ -50,7 +50,7 @@ class RunConfig(_Table, frozen=True):
     """Time budget of one send, the wait for pages included, seconds."""
     deadline_s: _Seconds
     """Time budget of everything, seconds."""
-    tls: str
+    lane: str
     """UCX transports (``UCX_TLS``); empty leaves the choice to UCX."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     """Of the content."""

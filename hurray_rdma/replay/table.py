@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hurray_rdma.bench.table import size_text
-from hurray_rdma.demo.report import lane_warning
+from hurray_rdma.demo.report import facts_table, mib, print_lane_warning
 from hurray_rdma.replay.results import Percentiles, ReplayReport
 
 __all__ = ["print_report"]
@@ -18,20 +18,16 @@ _MALFORMED_SHOWN = 5
 
 def print_report(report: ReplayReport, *, console: Console) -> None:
     """Writes everything that was counted."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold cyan", no_wrap=True)
-    grid.add_column()
+    facts = facts_table()
     for name, text in _rows(report):
-        grid.add_row(name, text)
-    console.print(Panel(grid, title=f"hurray_rdma replay: {report.trace}", title_align="left", expand=False))
+        facts.add_row(name, text)
+    console.print(Panel(facts, title=f"hurray_rdma replay: {report.trace}", title_align="left", expand=False))
     console.print(_lives(report))
     for each in report.malformed[:_MALFORMED_SHOWN]:
         console.print(Text(f"line {each.line} was skipped: {each.rule}", style="yellow"), soft_wrap=True)
     if (more := len(report.malformed) - _MALFORMED_SHOWN) > 0:
         console.print(Text(f"{more:,} more lines were skipped", style="yellow"))
-    warning = lane_warning(report.lane)
-    if warning is not None:
-        console.print(Panel(Text(warning), style="bold white on red"))
+    print_lane_warning(report.lane, console=console)
     for problem in report.problems:
         console.print(Text(f"WRONG: {problem}", style="bold red"), soft_wrap=True)
 
@@ -69,10 +65,10 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         ),
         (
             "bytes",
-            f"{_mib(report.logical_nbytes)} logical, {_mib(report.unique_nbytes)} unique, "
-            f"[bold]{_mib(report.sent_nbytes)} sent[/bold] over {report.lane}",
+            f"{mib(report.logical_nbytes)} logical, {mib(report.unique_nbytes)} unique, "
+            f"[bold]{mib(report.sent_nbytes)} sent[/bold] over {report.lane}",
         ),
-        ("compared", f"{_mib(report.compared_nbytes)}, every byte of every delivered request: all equal"),
+        ("compared", f"{mib(report.compared_nbytes)}, every byte of every delivered request: all equal"),
         ("speed", f"{report.transfers_per_s:,.0f} transfers/s in {report.seconds:.1f} s"),
         ("send", _percentiles(report.send_s)),
         ("since due", _percentiles(report.late_s)),
@@ -110,7 +106,3 @@ def _lives(report: ReplayReport) -> Table:
 def _percentiles(times: Percentiles) -> str:
     texts = (times.p50, times.p90, times.p99, times.max)
     return "p50 {}, p90 {}, p99 {}, max {} ms".format(*(f"{each * 1e3:,.1f}" for each in texts))
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"

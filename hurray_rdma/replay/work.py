@@ -38,7 +38,7 @@ class Work:
     @property
     def ucx_options(self) -> dict[str, str] | None:
         """UCX configuration for `hurray_rdma.transport.default_context`; None leaves all to UCX."""
-        return {"TLS": self.config.run.tls} if self.config.run.tls else None
+        return {"TLS": self.config.run.lane} if self.config.run.lane else None
 
     @cached_property
     def headroom_pages(self) -> int:
