@@ -148,6 +148,9 @@ def print_llm_report(report: LlmReport, *, console: Console) -> None:
     console.print(Panel(facts, title="hurray_rdma demo --llm", title_align="left"))
     console.print(_overlap_table(report))
     console.print(_variant_table(report))
+    console.print(
+        "equal texts: those that one process continues from the same keys and values, quantised alike.", style="dim"
+    )
     _print_texts(report, console)
     print_lane_warning(report.lane, console=console)
 

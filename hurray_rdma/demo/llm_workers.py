@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
 from hurray_rdma.demo.child import Link
-from hurray_rdma.demo.config import DemoConfig
+from hurray_rdma.demo.config import DemoConfig, LlmConfig
 from hurray_rdma.demo.llm_batch import PackedPrompts, PageTables, lay_out, pack
 from hurray_rdma.demo.llm_messages import Arrived, Continued, FirstTokens, Loaded, Prefilled
 from hurray_rdma.demo.llm_plan import Move, moves, variants
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hurray_rdma.demo.continuation import Continuation
     from hurray_rdma.demo.language_model import LanguageModel, Layers
 
-__all__ = ["llm_decode", "llm_prefill"]
+__all__ = ["check_room", "llm_decode", "llm_prefill"]
 
 
 async def llm_prefill(link: Link, config: DemoConfig, path: Path) -> None:
@@ -40,7 +40,7 @@ async def llm_prefill(link: Link, config: DemoConfig, path: Path) -> None:
     spec = model.spec(page_size=config.llm.page_size)
     system = config.llm.system_prompt
     prompts = pack([model.prompt_of(system, prompt) for prompt in config.llm.prompts], page_size=spec.page_size)
-    _check_room(prompts, config)
+    check_room(prompts, config.llm)
     pages = lay_out(prompts, page_size=spec.page_size, seed=config.batch.seed)
     specs = [variant.source(spec) for variant in variants(config.llm)]
     with _pools(specs, [pages.pool_pages] * len(specs), config) as pools:
@@ -168,15 +168,15 @@ def _pools(specs: list[CacheSpec], num_pages: list[int], config: DemoConfig) -> 
         ]
 
 
-def _check_room(prompts: PackedPrompts, config: DemoConfig) -> None:
-    """The receive pools are made before the prompts are known there: for all sequences in pages of their own."""
-    page_size = max(config.llm.page_size, config.llm.decode_page_size)
+def check_room(prompts: PackedPrompts, config: LlmConfig) -> None:
+    """Raises ConfigError unless the receive pools, made before any prompt is known there, take all of the prompts."""
+    page_size = max(config.page_size, config.decode_page_size)
     needed = int((-(-prompts.seq_lens.astype(int) // page_size)).sum()) * page_size
-    if needed > config.llm.max_prompt_tokens:
+    if needed > config.max_prompt_tokens:
         raise ConfigError(
             f"must be at least the {needed} tokens of {prompts.num_seqs} prompts in whole pages of {page_size}",
             field="llm.max_prompt_tokens",
-            value=config.llm.max_prompt_tokens,
+            value=config.max_prompt_tokens,
         )
 
 

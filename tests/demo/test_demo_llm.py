@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 
 from hurray_rdma.demo import LlmReport, MismatchError, load_config, num_llm_steps, run_llm
+from hurray_rdma.demo.llm_batch import pack
 from hurray_rdma.demo.llm_messages import Generated
 from hurray_rdma.demo.llm_plan import Move, Variant, moves, variants
 from hurray_rdma.demo.llm_report import print_llm_report
 from hurray_rdma.demo.llm_run import check_texts, default_model, missing_extra
+from hurray_rdma.demo.llm_workers import check_room
 from hurray_rdma.errors import ConfigError
 from tests.demo.tiny_llm import save_tiny_model
 
@@ -146,12 +148,11 @@ def test_a_wrong_setting_of_the_batch_is_named(wrong: dict[str, Any]) -> None:
         load_config(overrides={"llm": wrong})
 
 
-@pytest.mark.llm
-@EXTRA
-def test_prompts_for_which_there_is_no_room_are_refused(tmp_path: Path) -> None:
-    config = load_config(overrides={"llm": SHORT | {"max_prompt_tokens": 255}})
+def test_prompts_for_which_there_is_no_room_are_refused() -> None:
+    prompts = pack([list(range(length)) for length in (51, 83, 74)], page_size=8)  # 2, 3 and 3 pages of 32
+    check_room(prompts, load_config(overrides={"llm": SHORT | {"max_prompt_tokens": 256}}).llm)
     with pytest.raises(ConfigError, match=r"max_prompt_tokens = 255: must be at least the 256 tokens of 3 prompts"):
-        run_llm(config, model=save_tiny_model(tmp_path), on_step=lambda _: None)
+        check_room(prompts, load_config(overrides={"llm": SHORT | {"max_prompt_tokens": 255}}).llm)
 
 
 @pytest.mark.skipif(not missing_extra(), reason="the [llm] extra is installed")

@@ -142,6 +142,27 @@ def test_pages_hold_what_memory_holds_and_damaged_ones_do_not(
             write_layer(pool, 0, keys[:, :, :3], values, pages=pages)
 
 
+@pytest.mark.parametrize("kind", [COMPUTED, INT8], ids=["computed", "int8"])
+def test_pages_of_a_model_in_bfloat16(tmp_path: Path, kind: Variant) -> None:
+    import torch
+
+    from hurray_rdma.demo.language_model import LanguageModel
+    from hurray_rdma.demo.llm_pages import layer_from_pages, layers_from_memory, write_layer
+
+    model = LanguageModel(save_tiny_model(tmp_path, dtype="bfloat16"))
+    prompts = pack([[5, 6, 7, 8, 9], [5, 6, 7, 8, 11, 12, 13]], page_size=PAGE_SIZE)
+    pages = lay_out(prompts, page_size=PAGE_SIZE, seed=3)
+    spec = kind.source(model.spec(page_size=PAGE_SIZE))
+    assert spec.dtype == ("int8" if kind.quantized else "bfloat16")
+    with PagePool.allocate(spec, num_pages=pages.pool_pages) as pool:
+        layers, _ = model.read(prompts, on_layer=lambda *each: write_layer(pool, *each, pages=pages))
+        snapshot = Snapshot.from_block_tables(pool, pages.tables, seq_lens=prompts.seq_lens)
+        for layer, memory in enumerate(layers_from_memory(prompts, layers, quantized=kind.quantized)):
+            for ours, theirs in zip(layer_from_pages(snapshot, layer, dtype=model.dtype), memory, strict=True):
+                assert ours.dtype == torch.bfloat16
+                assert torch.equal(ours, theirs)
+
+
 def test_int8_is_within_half_a_scale_of_each_value() -> None:
     import torch
 

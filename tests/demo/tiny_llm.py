@@ -8,8 +8,8 @@ from pathlib import Path
 ALPHABET = string.ascii_letters + string.digits + " .,?!\n"
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """Saves it as transformers does; returns the folder."""
+def save_tiny_model(folder: Path, *, dtype: str = "float32") -> Path:
+    """Saves it as transformers does, in a torch dtype; returns the folder."""
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,5 +31,5 @@ def save_tiny_model(folder: Path) -> Path:
         bos_token_id=None,
         eos_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
