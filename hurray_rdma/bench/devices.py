@@ -1,15 +1,14 @@
-"""The doctor's look at UCX's build and at devices, RDMA and GPUs. Asks UCX's own tool, the kernel and nvidia-smi."""
+"""The doctor's look at UCX's build and at RDMA devices. Asks UCX's own tool and the kernel."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 from hurray_rdma.bench.findings import Finding, Verdict
+from hurray_rdma.bench.gpus import check_gpus
 from hurray_rdma.bench.machine import read_text
 from hurray_rdma.bench.perftest import binary
 
@@ -55,7 +54,7 @@ def check_devices(rdma: list[str]) -> list[Finding]:
     Args:
         rdma: what `rdma_devices` said.
     """
-    return [_rdma(rdma), _gpu()]
+    return [_rdma(rdma), *check_gpus(_transports())]
 
 
 def _rdma(devices: list[str]) -> Finding:
@@ -70,31 +69,6 @@ def _rdma(devices: list[str]) -> Finding:
             "Install libibverbs1 and the device's provider (Debian: ibverbs-providers), and check /dev/infiniband",
         )
     return Finding("RDMA devices", Verdict.OK, found)
-
-
-def _gpu() -> Finding:
-    tool = shutil.which("nvidia-smi")
-    if tool is None or not Path("/proc/driver/nvidia").exists():
-        return Finding("GPU", Verdict.OK, "none" if tool is None else "nvidia-smi is there, the driver is not loaded")
-    names = _run([tool, "--query-gpu=name", "--format=csv,noheader"]).splitlines()
-    found = f"{len(names)} x {names[0]}" if names else "nvidia-smi names none"
-    peer_memory = "nvidia_peermem" in read_text("/proc/modules")
-    found += f"; GPUDirect RDMA (nvidia_peermem) is {'loaded' if peer_memory else 'not loaded'}"
-    if importlib.util.find_spec("cupy") is None:
-        return Finding(
-            "GPU",
-            Verdict.NOTE,
-            f"{found}; CuPy is not installed",
-            "pip install 'hurray-rdma[gpu]', in a checkout pip install '.[gpu]'",
-        )
-    if "cuda_ipc" not in _transports():
-        return Finding(
-            "GPU",
-            Verdict.SLOW,
-            f"{found}; UCX has no cuda_ipc: pages on a GPU would be staged through the host",
-            "Install the libucx package of your CUDA version (libucx-cu12)",
-        )
-    return Finding("GPU", Verdict.OK, found)
 
 
 def _transports() -> set[str]:

@@ -5,6 +5,7 @@ Knows pages, tables and the descriptors that describe them; moves nothing and le
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -32,6 +33,7 @@ from hurray_rdma.format import (
 __all__ = ["Snapshot"]
 
 _ALIGNMENT_NBYTES = 4096
+_INT32_MAX = 2**31 - 1
 _MEMORY_CLASSES = {
     "PLAIN": MemoryClass.STANDARD,
     "PINNED": MemoryClass.HOST_PINNED,
@@ -115,6 +117,25 @@ class Snapshot:
         tensors = self.pool.spec.tensors
         return encode_marked(self._descriptor(*tensors[0]), self.pool.spec.tensor_marks, dialect=dialect)
 
+    def tables_like(self, like: Any) -> tuple[Any, Any, Any]:
+        """``block_table``, ``seq_ptr`` and ``seq_lens`` as int32 arrays of the library and device of another array.
+
+        So that an attention kernel finds them beside the pages: ``snapshot.tables_like(pool.pages("key", 0))``. They go
+        there on the library's current stream; nothing comes back.
+
+        Args:
+            like: a NumPy, CuPy or torch array.
+
+        Raises:
+            GeometryError: it is none, or a number is above 2**31 - 1.
+        """
+        tables = (self.block_table, self.seq_ptr, self.seq_lens)
+        for name, table in zip(("block_table", "seq_ptr", "seq_lens"), tables, strict=True):
+            if table.size and int(table.max()) > _INT32_MAX:
+                raise GeometryError(f"must not be above {_INT32_MAX}", field=f"max({name})", value=int(table.max()))
+        first, second, third = (_int32_like(table.view(np.int32), like) for table in tables)
+        return first, second, third
+
     def tokens(self, role: str, *, layer: int, seq: int) -> Any:
         """A gathered copy of one sequence, ``[seq_len, num_heads, row_items]``, whatever the order inside pages.
 
@@ -179,6 +200,14 @@ class Snapshot:
         if not 0 <= seq < self.num_seqs:
             raise GeometryError(f"must be from 0 to {self.num_seqs - 1}", field="seq", value=seq)
         return seq
+
+
+def _int32_like(values: NDArray[np.int32], like: Any) -> Any:
+    if hasattr(like, "new_tensor"):  # torch, whose new_tensor takes integers for those of ``like`` unless it is told
+        return like.new_tensor(values, dtype=importlib.import_module("torch").int32)
+    if hasattr(like, "__array_function__"):  # NumPy, CuPy
+        return np.array(values, like=like)
+    raise GeometryError("is no NumPy, CuPy or torch array", field="like", value=type(like).__name__)
 
 
 def _quantization(spec: CacheSpec) -> PerBlockAffine | None:

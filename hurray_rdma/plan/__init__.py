@@ -5,6 +5,7 @@ Knows page IDs, strides and byte offsets; does no I/O, and knows neither asyncio
 
 from hurray_rdma.plan.cutting import Cutter, Pieces
 from hurray_rdma.plan.keys import map_keys
+from hurray_rdma.plan.lookups import check_table, entries_among
 from hurray_rdma.plan.mapping import map_pages
 from hurray_rdma.plan.negotiate import check_pair, common_heads
 from hurray_rdma.plan.operations import Plan
@@ -23,8 +24,10 @@ __all__ = [
     "Program",
     "TransferPlan",
     "check_pair",
+    "check_table",
     "common_heads",
     "dedupe",
+    "entries_among",
     "map_keys",
     "map_pages",
     "pack",

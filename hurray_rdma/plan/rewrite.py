@@ -1,7 +1,7 @@
 """Rewriting a block table where it is: in a NumPy array, or in an array of another library on any device.
 
 For tables of a shape of one's own, such as an engine's padded ``[num_seqs, max_pages]``; the table of a transfer comes
-from `PageMap.block_table`. Knows how to ask an array for a sibling of itself, so that no device library is imported.
+from `PageMap.block_table`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache.indices import check_page_ids
 from hurray_rdma.errors import GeometryError
+from hurray_rdma.plan.lookups import look_up_beside
 from hurray_rdma.plan.tables import look_up
 
 __all__ = ["rewrite"]
@@ -82,19 +83,10 @@ def _on_host(
 def _on_device(table: Any, src_page_ids: NDArray[np.uint32], dst_page_ids: NDArray[np.uint32], num_pages: int) -> Any:
     lookup = np.full(num_pages, -1, np.int64)
     lookup[src_page_ids.astype(np.int64)] = dst_page_ids
-    if hasattr(table, "new_tensor"):  # torch, which indexes by int64
-        index = table.long()
-        there = index.new_tensor(lookup)
-    elif hasattr(table, "__array_function__"):  # CuPy and others that follow NumPy's NEP 35
-        index = table
-        there = np.asarray(lookup, like=table)
-    else:
-        raise GeometryError("is no NumPy, CuPy or torch array", field="block_table", value=type(table).__name__)
+    inside, result = look_up_beside(table, lookup)
     if table.dtype.itemsize < _DEVICE_ITEMSIZE:
         raise GeometryError("must be integers of 32 or 64 bits", field="block_table.dtype", value=str(table.dtype))
     _check_holds(2**31 - 1, dst_page_ids, "on a device")
-    inside = (index >= 0) & (index < num_pages)  # a wild index would wrap around, or end the process
-    result = there[index * inside]
     if not bool((inside & (result >= 0)).all()):
         raise GeometryError("names a page that is not among src_page_ids", field="block_table")
     return result.to(table.dtype) if hasattr(result, "to") else result.astype(table.dtype)

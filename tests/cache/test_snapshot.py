@@ -139,3 +139,28 @@ def test_dequantize_goes_through_the_block_table_aliases_included(order: str) ->
                     stored = pages[page][:, slot] if order == "HND" else pages[page][slot]
                     expected = scales[page, slot] * (stored.astype(np.float32) - zeros[page, slot])
                     np.testing.assert_array_equal(got[token], expected.astype(np.float32))
+
+
+class OnDevice:
+    """Follows NumPy's protocols as CuPy does."""
+
+    def __init__(self, values: np.ndarray | None = None) -> None:
+        self.values = values
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> OnDevice:
+        assert function is np.array
+        return OnDevice(np.array(*args, **kwargs))
+
+
+def test_tables_go_where_the_pages_are_as_attention_kernels_take_them() -> None:
+    with PagePool.allocate(SPEC, 10) as pool:
+        snapshot = Snapshot.from_block_tables(pool, [[7, 3], [7, 2]], seq_lens=[5, 6])
+        for tables in (
+            snapshot.tables_like(pool.pages(*SPEC.tensors[0])),
+            [each.values for each in snapshot.tables_like(OnDevice())],
+        ):
+            assert [each.dtype for each in tables] == [np.dtype(np.int32)] * 3
+            assert [each.tolist() for each in tables] == [[7, 3, 7, 2], [0, 2, 4], [5, 6]]
+            assert all(each.flags.writeable for each in tables), "copies: the snapshot's own stay as they are"
+        with pytest.raises(GeometryError, match="is no NumPy, CuPy or torch array"):
+            snapshot.tables_like([])
