@@ -199,7 +199,12 @@ class Publishing:
         snapshot = publication.snapshot if publication is not None else None
         receiver = self._receiver_of(snapshot.pool, link) if snapshot is not None else None
         if publication is None or snapshot is None or receiver is None:
-            raise NotPublishedError(f"nothing is published as {fetch.key!r} (any more)", field="key", value=fetch.key)
+            raise NotPublishedError(
+                "nothing is published under it (any more)",
+                field="key",
+                value=fetch.key,
+                fix="Publish it first, and fetch it before its lease ends",
+            )
         if publication.ready is not None:
             if not publication.ready.done():
                 again = Fetched(transfer_id, fetch)
