@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from hurray_rdma.cache import CacheSpec
 from hurray_rdma.demo.config import DemoConfig, LlmConfig
+from hurray_rdma.plan import check_pair
 
-__all__ = ["Move", "Variant", "moves", "variants"]
+__all__ = ["Move", "Variant", "check_variants", "moves", "variants"]
 
 _SCALE_DTYPE = "float32"
 
@@ -60,6 +61,13 @@ def variants(config: LlmConfig) -> tuple[Variant, ...]:
         for quantized in (False, True)
         for dst_page_size in dict.fromkeys((config.page_size, config.decode_page_size))
     )
+
+
+def check_variants(config: LlmConfig) -> None:
+    """Raises GeometryError where pages of such sizes cannot be exchanged: better known before a model is loaded."""
+    spec = CacheSpec(num_layers=1, num_heads=1, head_dim=1, page_size=config.page_size, dtype="float32")
+    for kind in variants(config):
+        check_pair(kind.source(spec), kind.dest(spec))
 
 
 def moves(config: DemoConfig) -> tuple[Move, ...]:

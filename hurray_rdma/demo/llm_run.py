@@ -12,7 +12,7 @@ import msgspec
 from hurray_rdma.demo.config import DemoConfig
 from hurray_rdma.demo.content import MismatchError
 from hurray_rdma.demo.llm_messages import Arrived, Continued, FirstTokens, Generated, Loaded, Prefilled, Verdict
-from hurray_rdma.demo.llm_plan import Variant, moves, variants
+from hurray_rdma.demo.llm_plan import Variant, check_variants, moves, variants
 from hurray_rdma.demo.llm_report import LlmReport, Overlap, PromptReport, VariantReport
 from hurray_rdma.demo.llm_workers import llm_decode, llm_prefill
 from hurray_rdma.demo.messages import Command, Listening
@@ -63,8 +63,10 @@ def run_llm(config: DemoConfig, *, model: Path | None, on_step: Step) -> LlmRepo
 
     Raises:
         ConfigError: the extra or the model is missing; the message has the command that gets it.
+        GeometryError: pages of such sizes cannot be exchanged.
         HurrayError: a process failed or died, time is up, or a token differs (MismatchError).
     """
+    check_variants(config.llm)
     path = _checked_model(model)
     heard = _lead(config, path, on_step)
     for kind, decoded, alone in zip(

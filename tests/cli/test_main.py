@@ -45,6 +45,7 @@ def test_help_loads_neither_ucx_nor_torch() -> None:
         (["--dtype", "bfloat17"], "'bfloat17'"),
         (["--model", "/nowhere.gguf"], "--model = '/nowhere.gguf': has no meaning without --llm"),
         (["--llm", "--layers", "3"], "--layers = '3': has no meaning with --llm"),
+        (["--llm", "--sequences", "3"], "--sequences = '3': has no meaning with --llm"),
         (["--tokens-min", "500", "--tokens-max", "20"], "batch.tokens_max = 20: must be at least batch.tokens_min 500"),
         (["--config", "/absent.toml"], "'/absent.toml': cannot be read"),
         (["--json", "/absent/facts.json"], "--json = '/absent/facts.json'"),

@@ -17,7 +17,7 @@ from hurray_rdma.demo.llm_plan import Move, Variant, moves, variants
 from hurray_rdma.demo.llm_report import print_llm_report
 from hurray_rdma.demo.llm_run import check_texts, default_model, missing_extra
 from hurray_rdma.demo.llm_workers import check_room
-from hurray_rdma.errors import ConfigError
+from hurray_rdma.errors import ConfigError, GeometryError
 from tests.demo.tiny_llm import save_tiny_model
 
 EXTRA = pytest.mark.skipif(
@@ -159,6 +159,18 @@ def test_prompts_for_which_there_is_no_room_are_refused() -> None:
 def test_a_missing_extra_is_named_with_the_command_that_gets_it() -> None:
     with pytest.raises(ConfigError, match=r"torch.*pip install \"hurray-rdma\[llm\]\""):
         run_llm(load_config(), model=None, on_step=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"page_size": 16, "decode_page_size": 24}, "page_size = 16: and the destination's 24"),
+        ({"page_size": 12, "decode_page_size": 24}, "page_size = 12: must be a power of two"),
+    ],
+)
+def test_page_sizes_that_do_not_fit_are_refused_before_a_model_is_loaded(sizes: dict[str, int], told: str) -> None:
+    with pytest.raises(GeometryError, match=told):
+        run_llm(load_config(overrides={"llm": sizes}), model=Path("unread"), on_step=lambda _: None)
 
 
 @EXTRA
