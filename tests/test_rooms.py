@@ -16,6 +16,7 @@ PACKAGE = Path(hurray_rdma.__file__).parent
 # Top down; a room imports only from rooms after it, and everyone may use the errors.
 ROOMS = [
     "testing",
+    "connectors",
     "cli",
     "replay",
     "bench",
