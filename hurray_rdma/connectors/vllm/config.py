@@ -1,0 +1,89 @@
+"""What `kv_connector_extra_config` may say, checked once. Knows no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hurray_rdma.errors import ConfigError
+
+__all__ = ["ConnectorConfig"]
+
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """Settings of one vLLM instance; the keys of ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on, and what the other side is told to connect to."""
+    advertise: str | None = None
+    """What the other side is told instead, where ``host`` is 0.0.0.0 for instance."""
+    port: int = 0
+    """Of the first worker; each tensor-parallel rank has the next one. 0 is any free one: the other side is told."""
+    token: str | None = None
+    """Shared secret of all instances that exchange pages."""
+    token_file: str | None = None
+    """Where the secret is, instead."""
+    allow_unauthenticated: bool = False
+    """As of `hurray_rdma.Engine`."""
+    lease_s: float = 60.0
+    """How long the prefill side keeps blocks that nobody asks for."""
+    timeout_s: float = 30.0
+    """Budget of one transfer, the connection included."""
+    peer_timeout_s: float = 5.0
+    """As of `hurray_rdma.Engine`."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= _MAX_PORT:
+            raise ConfigError(f"must be from 0 to {_MAX_PORT}", field="port", value=self.port)
+        if self.token is not None and self.token_file is not None:
+            raise ConfigError("is given beside token: one of them", field="token_file", value=self.token_file)
+        for name in ("lease_s", "timeout_s", "peer_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError("must be above 0", field=name, value=getattr(self, name))
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any], /) -> ConnectorConfig:
+        """From ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: a key is unknown, or a value of the wrong type or out of range.
+        """
+        kinds: dict[str, tuple[type, ...]] = {}
+        for each in fields(cls):
+            kinds[each.name] = _KINDS.get(str(each.type), (str,))
+        for name, value in extra.items():
+            if name not in kinds:
+                raise ConfigError(
+                    f"is no key; there are {sorted(kinds)}", field="kv_connector_extra_config", value=name
+                )
+            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
+                raise ConfigError(f"must be {kinds[name][0].__name__}", field=name, value=value)
+        return cls(**extra)
+
+    def secret(self) -> str | None:
+        """The token, from wherever it is.
+
+        Raises:
+            ConfigError: ``token_file`` cannot be read, or is empty.
+        """
+        if self.token_file is None:
+            return self.token
+        try:
+            token = Path(self.token_file).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error}", field="token_file", value=self.token_file) from error
+        if not token:
+            raise ConfigError("is empty", field="token_file", value=self.token_file)
+        return token
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}

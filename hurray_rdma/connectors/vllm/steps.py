@@ -1,0 +1,59 @@
+"""What the scheduler's side tells the workers' side with each step of vLLM: plain values, since they may be pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hurray_rdma.connectors.vllm.handoff import RemotePrefill
+
+__all__ = ["Handshake", "Load", "Publish", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """What a worker tells the scheduler's side once."""
+
+    address: str
+    """Where its engine listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """A prompt whose last tokens are computed in this step."""
+
+    request_id: str
+    key: str
+    block_ids: list[int]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A prompt for which blocks were found."""
+
+    request_id: str
+    remote: RemotePrefill | None
+    """None where it was refused."""
+    refusal: str
+    """Why."""
+    block_ids: list[int]
+    """Of all of the prompt's tokens that come from there, prefix hits included."""
+    num_present: int
+    """How many of the first blocks are prefix hits, and stay as they are."""
+
+
+@dataclass(slots=True)
+class Step:
+    """Everything new since the last step."""
+
+    publish: list[Publish] = field(default_factory=list)
+    retire: list[str] = field(default_factory=list)
+    """Requests whose publication nobody is to begin to read any more."""
+    load: list[Load] = field(default_factory=list)
+    abort: list[str] = field(default_factory=list)
+    """Requests whose load is not wanted any more."""
+    decline: list[RemotePrefill] = field(default_factory=list)
+    """Prompts of which nothing will be read, so that the other side can free them."""
+    hold: dict[str, RemotePrefill] = field(default_factory=dict)
+    """Requests that wait for blocks."""
+    unhold: list[str] = field(default_factory=list)

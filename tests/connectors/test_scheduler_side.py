@@ -1,0 +1,200 @@
+"""The scheduler's side by itself: which requests are handed over, when, and what becomes of their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from hurray_rdma import ConfigError
+from hurray_rdma.connectors.vllm.config import ConnectorConfig
+from hurray_rdma.connectors.vllm.handoff import RemotePrefill
+from hurray_rdma.connectors.vllm.scheduler import SchedulerSide
+from hurray_rdma.connectors.vllm.steps import Load
+
+BLOCK = 4
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
+    num_prompt_tokens: int = 10
+    num_computed_tokens: int = 0
+    max_tokens: int = 16
+
+
+def side(blocks: dict[str, list[int]] | None = None, **settings: Any) -> SchedulerSide:
+    settings = {"block_size": BLOCK, "model": "m", "tp_size": 1, "lease_s": 60.0} | settings
+    made = SchedulerSide(block_ids_of=(blocks or {}).__getitem__, **settings)
+    made.set_addresses(["host:1"] * settings["tp_size"])
+    return made
+
+
+def remote(**changes: Any) -> dict[str, Any]:
+    params = RemotePrefill(key="k", addresses=("host:1",), num_tokens=10, model="m", lease_s=60.0).to_params()
+    return params | changes
+
+
+def test_a_prompt_is_published_in_the_step_that_computes_its_last_token() -> None:
+    prefill = side({"p": [5, 6, 7, 8]})
+    request = FakeRequest("p", {"do_remote_decode": True})
+    prefill.new_request(request)
+    assert request.max_tokens == 1, "what came after the prompt would be computed twice"
+    assert prefill.matched_tokens(request, 0) == (0, False)
+    prefill.allocated(request, [5, 6], 0)
+    assert prefill.take_step({"p": 6}).publish == []
+    request.num_computed_tokens = 6
+    assert prefill.take_step({}).publish == [], "it was not scheduled"
+    (published,) = prefill.take_step({"p": 4}).publish
+    assert (published.request_id, published.block_ids, published.num_tokens) == ("p", [5, 6, 7], 10)
+    delayed, params = prefill.finished(request, complete=True)
+    assert delayed
+    told = RemotePrefill.from_params(params or {})
+    assert (told.key, told.addresses, told.num_tokens) == (published.key, ("host:1",), 10)
+    assert "p" in told.key
+    assert told.key != "p", "request IDs come again after a restart"
+    assert prefill.take_step({}).publish == []
+
+
+def test_a_prefill_that_is_aborted_is_not_offered_to_anybody() -> None:
+    prefill = side({"p": [5, 6, 7]})
+    early, late = FakeRequest("p", {"do_remote_decode": True}), FakeRequest("p", {"do_remote_decode": True})
+    prefill.allocated(early, [5], 0)
+    assert prefill.finished(early, complete=False) == (False, None)
+    assert prefill.take_step({"p": 10}).publish == []
+    prefill.allocated(late, [5], 0)
+    assert len(prefill.take_step({"p": 10}).publish) == 1
+    assert prefill.finished(late, complete=False) == (True, None), "somebody may be reading: the workers say when not"
+    assert prefill.take_step({}).retire == ["p"]
+
+
+def test_one_that_is_preempted_is_published_anew() -> None:
+    blocks = {"p": [5, 6, 7]}
+    prefill = side(blocks)
+    request = FakeRequest("p", {"do_remote_decode": True})
+    prefill.allocated(request, [5], 0)
+    assert prefill.take_step({"p": 10}).publish[0].block_ids == [5, 6, 7]
+    blocks["p"] = [1, 2, 3]
+    prefill.allocated(request, [1], 0)
+    assert prefill.take_step({"p": 10}).publish[0].block_ids == [1, 2, 3]
+
+
+def test_other_requests_are_left_alone() -> None:
+    plain = FakeRequest("a", None)
+    either = side()
+    either.new_request(plain)
+    assert plain.max_tokens == 16
+    assert either.matched_tokens(plain, 0) == (0, False)
+    either.allocated(plain, [1], 0)
+    assert either.finished(plain, complete=True) == (False, None)
+    step = either.take_step({"a": 10})
+    assert (step.publish, step.load, step.decline, step.hold) == ([], [], [], {})
+
+
+@pytest.mark.parametrize(("num_computed", "num_present"), [(0, 0), (4, 1), (8, 2)])
+def test_what_the_other_side_has_is_loaded_into_the_blocks_that_are_no_prefix_hits(
+    num_computed: int, num_present: int
+) -> None:
+    decode = side()
+    request = FakeRequest("d", remote())
+    decode.new_request(request)
+    assert list(decode.take_step({}).hold) == ["d"], "the other side hears of it while it waits"
+    assert decode.matched_tokens(request, num_computed) == (10 - num_computed, True)
+    assert decode.matched_tokens(request, num_computed) == (10 - num_computed, True)
+    decode.allocated(request, [3, 1, 2, 9], 10 - num_computed)
+    step = decode.take_step({})
+    assert step.unhold == ["d"]
+    assert step.load == [Load("d", RemotePrefill.from_params(remote()), "", [3, 1, 2], num_present)]
+    # Once: it is called again when it has blocks for what follows, and after a preemption.
+    decode.allocated(request, [3, 1, 2, 9], 0)
+    assert decode.matched_tokens(request, 0) == (0, False)
+    assert decode.take_step({}).load == []
+    decode.received(["d"])
+    assert decode.finished(request, complete=True) == (False, None)
+    assert decode.take_step({}).abort == []
+
+
+def test_what_is_here_already_is_declined() -> None:
+    decode = side()
+    request = FakeRequest("d", remote(remote_num_tokens=8))
+    decode.new_request(request)
+    assert decode.matched_tokens(request, 8) == (0, False)
+    decode.allocated(request, [3, 1], 0)
+    step = decode.take_step({})
+    assert (step.load, [each.key for each in step.decline]) == ([], ["k"])
+
+
+def test_aborts_of_the_decode_side() -> None:
+    decode = side()
+    waiting, loading = FakeRequest("w", remote()), FakeRequest("l", remote())
+    for request in (waiting, loading):
+        decode.new_request(request)
+    decode.allocated(loading, [1, 2, 3], 10)
+    decode.take_step({})
+    assert decode.finished(waiting, complete=False) == (False, None)
+    assert decode.finished(loading, complete=False) == (False, None)
+    step = decode.take_step({})
+    assert (step.abort, step.unhold) == (["l"], ["w"])
+    assert [each.key for each in step.decline] == ["k"], "so that the other side frees what nobody will read"
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        (remote(remote_model="other"), "model = 'other': of the prefill side; this side has 'm'"),
+        (remote(remote_addresses=["a:1", "b:1"]), "tensor_parallel_size = 2: of the prefill side; this side has 1"),
+        (remote(remote_num_tokens=11), "remote_num_tokens = 11: is above the 10 tokens of the prompt here"),
+        (remote(remote_num_tokens=0), "remote_num_tokens = 0: must be above 0"),
+        (remote(remote_num_tokens=True), "kv_transfer_params.remote_num_tokens = True"),
+        (remote(remote_addresses="a:1"), "kv_transfer_params.remote_addresses = 'a:1'"),
+        (remote(remote_addresses=[]), "remote_addresses = []"),
+        (remote(remote_request_id=None), "kv_transfer_params.remote_request_id = None"),
+        ({"do_remote_prefill": True}, "Pass the kv_transfer_params of the prefill side's answer on"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_named(params: dict[str, Any], why: str) -> None:
+    """It fails as a load does, so that vLLM's failure policy decides."""
+    decode = side()
+    request = FakeRequest("d", params)
+    decode.new_request(request)
+    assert decode.take_step({}).hold == {}
+    assert decode.matched_tokens(request, 4) == (6, True)
+    decode.allocated(request, [1, 2, 3], 6)
+    (load,) = decode.take_step({}).load
+    assert (load.remote, load.block_ids, load.num_present) == (None, [1, 2, 3], 1)
+    assert why in load.refusal
+
+
+def test_a_prompt_may_go_on_after_what_was_prefilled() -> None:
+    decode = side()
+    request = FakeRequest("d", remote(remote_num_tokens=6))
+    assert decode.matched_tokens(request, 0) == (6, True)
+    decode.allocated(request, [1, 2, 3], 6)
+    assert decode.take_step({}).load[0].block_ids == [1, 2]
+
+
+def test_settings() -> None:
+    extra = {"port": 7400, "lease_s": 5, "token": "t", "allow_unauthenticated": True}
+    config = ConnectorConfig.from_extra(extra)
+    assert (config.port, config.lease_s, config.secret()) == (7400, 5, "t")
+    assert ConnectorConfig.from_extra({}).secret() is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({"prot": 1}, "kv_connector_extra_config = 'prot': is no key"),
+        ({"port": "7400"}, "port = '7400': must be int"),
+        ({"port": True}, "port = True: must be int"),
+        ({"port": 70000}, "port = 70000: must be from 0 to 65535"),
+        ({"lease_s": 0}, "lease_s = 0: must be above 0"),
+        ({"token": "a", "token_file": "b"}, "token_file = 'b': is given beside token"),
+        ({"token_file": "/nowhere/at/all"}, "token_file = '/nowhere/at/all': cannot be read"),
+    ],
+)
+def test_settings_that_are_refused(extra: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectorConfig.from_extra(extra).secret()
+    assert why in str(caught.value)
