@@ -125,7 +125,7 @@ def test_prefix_hits_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        ({"key": "other"}, "NotPublishedError", "nothing is published as 'other'"),
+        ({"key": "other"}, "NotPublishedError", "key = 'other': nothing is published"),
         ({"addresses": ("127.0.0.1:1",)}, "PeerLostError", "127.0.0.1:1"),
         ({"addresses": ("nonsense:port:9",)}, "ConfigError", "nonsense"),
     ],
