@@ -22,6 +22,9 @@ from hurray_rdma.plan.pagemap import PageMap
 
 __all__ = ["map_pages"]
 
+_MAX_UNITS = 1 << 24
+"""Of one offer whose page sizes differ: a few bytes of it, from anybody, could ask for tables of gigabytes else."""
+
 Uint32 = NDArray[np.uint32]
 Int64 = NDArray[np.int64]
 
@@ -45,8 +48,8 @@ def map_pages(
         src_page_size, dst_page_size: tokens per page of the two sides.
 
     Raises:
-        GeometryError: a page ID is not below ``num_pages``, a sequence has more tokens than its pages hold, or neither
-            page size divides the other.
+        GeometryError: a page ID is not below ``num_pages``, a sequence has more tokens than its pages hold, neither
+            page size divides the other, or unlike page sizes cut it into more than 2**24 pieces.
     """
     if src_page_size % dst_page_size and dst_page_size % src_page_size:
         raise GeometryError(
@@ -55,6 +58,15 @@ def map_pages(
     table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, src_page_size)
     page_ids, places = dedupe(table, num_pages=num_pages)
     dst_ptr = starts_of(seq_lens, dst_page_size)
+    if src_page_size != dst_page_size:
+        units = int(dst_ptr[-1]) * max(1, dst_page_size // src_page_size)
+        if units > _MAX_UNITS:
+            raise GeometryError(
+                f"pages of {src_page_size} tokens go into pages of {dst_page_size} in at most {_MAX_UNITS} pieces",
+                field="pieces of the offer",
+                value=units,
+                fix="Send fewer sequences at a time, or use page sizes that are closer to each other",
+            )
     if src_page_size == dst_page_size:
         mapped = _same(page_ids, places)
     elif src_page_size > dst_page_size:

@@ -61,6 +61,16 @@ def test_a_page_is_as_full_as_the_longest_that_shares_it() -> None:
     assert mapped(4, 4, [[1], [1, 2]], [1, 5]).valid_tokens.tolist() == [4, 1]
 
 
+@pytest.mark.parametrize(
+    ("src", "dst", "rows", "seq_lens"), [(2**30, 1, [[0]], [2**30]), (1, 2**24, [[0], [1]], [1, 1])]
+)
+def test_a_few_entries_do_not_become_tables_of_gigabytes(
+    src: int, dst: int, rows: list[list[int]], seq_lens: list[int]
+) -> None:
+    with pytest.raises(GeometryError, match="16777216 pieces"):
+        mapped(src, dst, rows, seq_lens)
+
+
 def test_page_sizes_without_a_common_measure_are_refused() -> None:
     with pytest.raises(GeometryError, match="page_size = 6: and the destination's 4: one must divide the other"):
         mapped(6, 4, [[1]], [6])
