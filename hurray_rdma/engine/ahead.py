@@ -15,7 +15,6 @@ from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import Grant, Reserve
 from hurray_rdma.engine.compat import page_map_of, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, offer_of, retain
-from hurray_rdma.engine.mover import Mover
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
@@ -48,7 +47,6 @@ class _AheadGrant(Exchange[Grant]):
         self._route, self._remote = route, remote
         self._committed = False
         self._undone = False
-        self._mover: Mover | None = None
         self.remote = remote
         self.num_pages = num_pages
         self.ask_again_from = 0.0
@@ -106,14 +104,7 @@ class _AheadGrant(Exchange[Grant]):
                 self._answer.result().page_ids[: page_map.num_pages],
                 zero_tails=zero_tails,
             )
-            mover = self._mover = Mover(
-                snapshot.pool,
-                plan,
-                self._remote.memories,
-                zeros=self._route.zeros(plan.zeros_nbytes) if plan.zeros_nbytes else None,
-                stop=self._stop,
-                deadline=self._deadline,
-            )
+            mover = self._mover_of(snapshot.pool, plan)
             layers = snapshot.pool.spec.layer_indices
             await self._move(snapshot.pool, lambda: mover.move(layers, lambda _: None), plan.nbytes)
             if self._transfer_id is None:
@@ -151,10 +142,6 @@ class _AheadGrant(Exchange[Grant]):
             if not isinstance(error, LeaseExpiredError):
                 self.ask_again_from = time.monotonic() + (_ASK_AFTER_RECALL_S if self.ready else _ASK_AGAIN_S)
         super().ended_by_peer(error)
-
-    @property
-    def _in_doubt(self) -> bool:
-        return self._mover is not None and self._mover.in_doubt
 
     async def abort(self, reason: str) -> None:
         self.fail(TransferAbortedError(f"the transfer of {self._key!r} was aborted here: {reason}"))

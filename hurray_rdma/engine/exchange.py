@@ -22,7 +22,7 @@ from hurray_rdma.control import ClientSession, ErrorCode, Offer, Pool, StaleGene
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.logs import EngineLog
-from hurray_rdma.engine.mover import Moves
+from hurray_rdma.engine.mover import Mover, Moves
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError
@@ -157,6 +157,7 @@ class Exchange(ABC, Generic[Answer]):
     def _start_over(self) -> None:
         self._stop = StopFlag()
         self._moves = Moves()
+        self._mover: Mover | None = None
         self._answer: asyncio.Future[Answer] = self._loop.create_future()
         self._acknowledged: asyncio.Future[None] = self._loop.create_future()
         self._error: HurrayError | None = None
@@ -232,6 +233,19 @@ class Exchange(ABC, Generic[Answer]):
         self._route.notify()
         return await self._wait(self._answer, what)
 
+    def _mover_of(self, pool: PagePool, plan: TransferPlan) -> Mover:
+        """What moves the pages of the plan: out of ``pool`` in a push, into it in a pull."""
+        self._mover = Mover(
+            pool,
+            plan,
+            self._remote.memories,
+            reads=self._direction == "fetch",
+            zeros=self._route.zeros(plan.zeros_nbytes) if plan.zeros_nbytes else None,
+            stop=self._stop,
+            deadline=self._deadline,
+        )
+        return self._mover
+
     async def _move(self, pool: PagePool, work: Callable[[], Moves], nbytes: int) -> None:
         """Works until the deadline: in a mover thread, or here where that is sooner done than handed over.
 
@@ -299,7 +313,7 @@ class Exchange(ABC, Generic[Answer]):
         if self._transfer_id is not None:
             session, now = self._route.session, self._loop.time()
             session.abort(self._transfer_id, ErrorCode.ABORTED, reason, now=now)
-            if self._in_doubt:
+            if self._in_doubt and self._direction == "send":
                 self._route.doubt()
             else:
                 session.quiet(self._transfer_id, now=now)
@@ -308,8 +322,8 @@ class Exchange(ABC, Generic[Answer]):
 
     @property
     def _in_doubt(self) -> bool:
-        """Whether bytes of it may still land at the peer."""
-        return False
+        """Whether bytes of it may still land where they were to go."""
+        return self._mover is not None and self._mover.in_doubt
 
     async def _settle(self) -> asyncio.CancelledError | None:
         """Waits for the mover threads, which have been told to stop; pages are in use, so a cancellation waits, too."""

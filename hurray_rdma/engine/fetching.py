@@ -23,7 +23,6 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.compat import check_published, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
-from hurray_rdma.engine.mover import Mover
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.taking import Taking
@@ -82,7 +81,6 @@ class Fetching(Exchange[Published]):
         super().__init__(connect, key, timeout_s=timeout_s, tally=tally, direction="fetch")
         self._into = into
         self._leases: list[Lease] = []
-        self._mover: Mover | None = None
         self._taking: Taking | None = None
 
     async def run(self) -> FetchedSnapshot:
@@ -159,8 +157,7 @@ class Fetching(Exchange[Published]):
         resident = found if found.any() else None
         if remote.memories:
             plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=resident)
-            mover = Mover(pool, plan, remote.memories, reads=True, stop=self._stop, deadline=self._deadline)
-            self._mover = mover
+            mover = self._mover_of(pool, plan)
             await self._move(pool, lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
         else:
             await self._take(transfer_id, Taking(source, pool, page_ids[~found]), pool.spec, resident)
@@ -249,9 +246,7 @@ class Fetching(Exchange[Published]):
     async def _let_go(self, error: BaseException) -> None:
         """Pages go back, or into quarantine while UCX may still write them; those of a `Placement` are waited for."""
         leases, self._leases = self._leases, []
-        in_doubt = self._mover is not None and self._mover.in_doubt
-        self._mover = None
-        if not in_doubt:
+        if not self._in_doubt:
             for lease in leases:
                 lease.release()
             return

@@ -58,7 +58,6 @@ class Transfer(Exchange[Grant]):
         self._stream = stream
         self._lease: Lease | None = None
         self._packer: Packer | None = None
-        self._mover: Mover | None = None
         self._sent_layers: set[int] = set()
         self._stats: TransferStats | None = None
 
@@ -166,14 +165,7 @@ class Transfer(Exchange[Grant]):
         self._plan = plan_transfer(
             pool.layout, dest, page_map, grant.page_ids, resident=resident, zero_tails=self._zero_tails
         )
-        self._mover = Mover(
-            pool,
-            self._plan,
-            self._remote.memories,
-            zeros=self._route.zeros(self._plan.zeros_nbytes) if self._plan.zeros_nbytes else None,
-            stop=self._stop,
-            deadline=self._deadline,
-        )
+        self._mover_of(pool, self._plan)
 
     async def _send(self, layers: list[int], stream: Any) -> None:
         if self._error is not None:
@@ -214,10 +206,6 @@ class Transfer(Exchange[Grant]):
 
         nbytes = self._plan.nbytes * len(layers) // self._snapshot.pool.spec.num_layers
         await self._move(self._snapshot.pool, lambda: mover.move(layers, ended), nbytes)
-
-    @property
-    def _in_doubt(self) -> bool:
-        return self._mover is not None and self._mover.in_doubt
 
     async def _send_frames(self, packer: Packer, layers: list[int]) -> None:
         """Where the peer's memory cannot be reached: page bytes as TENSOR_DATA, no faster than the peer takes them."""
