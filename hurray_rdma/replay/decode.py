@@ -10,6 +10,7 @@ import time
 
 from hurray_rdma.cache import PagePool
 from hurray_rdma.demo.child import Link
+from hurray_rdma.demo.content import MismatchError
 from hurray_rdma.demo.decode import compare
 from hurray_rdma.demo.messages import Listening
 from hurray_rdma.engine import Arrival, Engine
@@ -84,7 +85,11 @@ class _Desk:
             self.kept.forget(page_ids)
             return
         batch = self._work.batch_of(request)
-        nbytes = await asyncio.to_thread(compare, snapshot, batch, self._work.content)
+        try:
+            nbytes = await asyncio.to_thread(compare, snapshot, batch, self._work.content)
+        except MismatchError as error:
+            error.add_note(f"in the request of line {self._work.trace.lines[request]}")
+            raise
         await asyncio.sleep(self._work.decode_s(request))
         released_s = time.monotonic()
         self.kept.done(page_ids)

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import hurray_rdma.replay.run as run_room
+from hurray_rdma.demo import MismatchError
 from hurray_rdma.demo.supervisor import Process, Supervisor
 from hurray_rdma.errors import ConfigError
 from hurray_rdma.replay import NUM_STEPS, ReplayReport, load_config, read_trace, run_replay
@@ -147,6 +150,26 @@ def test_requests_larger_than_a_pool_are_refused_and_the_others_served(tmp_path:
         replayed(path, settings(prefill_pages=30))
     with pytest.raises(ConfigError, match="--kill-decode-at = 4: must be below the 4 requests"):
         replayed(path, settings(), kill_decode_at=4)
+
+
+class LyingWork(run_room.Work):
+    """Two blocks have one key: the second to be sent is taken for the first, and not sent."""
+
+    def keys_of(self, request: int) -> NDArray[np.uint8]:
+        return ((super().keys_of(request).view("<u8") + 1) // 2).view(np.uint8)
+
+
+def test_a_block_that_is_another_is_found_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_room, "Work", LyingWork)
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join([line([1, 2, 3]), line([4, 5, 6])]))
+    config = settings(prefill=1, decode=1, in_flight=1)
+    trace = read_trace(path, skip_malformed=False)
+    with pytest.raises(MismatchError, match=r"key of layer 0: \d+ of 3072 bytes differ .* token 0") as caught:
+        run_replay(config, trace, name="", on_step=lambda _: None)
+    line_note, process_note = caught.value.__notes__
+    assert line_note == "in the request of line 2"
+    assert process_note.startswith("in the decode 0 process")
 
 
 def test_what_is_not_as_the_trace_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
