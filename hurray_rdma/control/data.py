@@ -79,7 +79,7 @@ class DataSession(Session):
         transfer.mark_ended(descriptor_index)
         self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
         if transfer.all_ended:
-            self._said(transfer, now)
+            self._said_ends(transfer, now)
         return True
 
     def _granted(self, transfer_id: int, kind: TransferKind, descriptor_index: int | None = None) -> Transfer | None:
@@ -103,7 +103,13 @@ class DataSession(Session):
         """Say what ends this side's part, whole, and again unless it is answered."""
         for descriptor_index in range(count):
             self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
-        self._said(transfer, now)
+        self._said_ends(transfer, now)
+
+    def _said_ends(self, transfer: Transfer, now: float) -> None:
+        """As ``_said``, but the wait doubles: a peer with too much to do must not hear the more the slower it is."""
+        transfer.said_in = self._outbox.batch
+        self._book.schedule(transfer, now + self._retry_s * 2**transfer.num_said_ends)
+        transfer.num_said_ends += 1
 
     # What the peer says.
 

@@ -59,6 +59,8 @@ class Transfer:
     """Client: the end of the time that it was given."""
     renew_s: float = 0.0
     """Client: how often a lease of what was granted is to be renewed."""
+    num_said_ends: int = 0
+    """How often all ends of this side were said."""
     said_in: int = -1
     """The batch of what is to be sent that has what was said last: ABORT, or the ends, or COMMIT."""
 

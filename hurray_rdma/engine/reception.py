@@ -342,13 +342,19 @@ class Reception:
 
     def _ended(self, link: Link) -> None:
         """A session has ended; what its sender posted before may still be on its way."""
-        del self._links[link]
+        self._start(self._wait_closed(self._links.pop(link)))
         self._owing.add(link)
         if link.own_worker is not None:
             self._start(self._close_worker(link, link.own_worker))
         if link.process_ended:  # which may be known before the end of its connection is
             self._process_ended(link)
         self._look_owing()
+
+    @staticmethod
+    async def _wait_closed(channel: Channel) -> None:
+        """Who has gone may leave its connection open for a moment: the engine outlives that."""
+        with contextlib.suppress(Exception):  # whatever its handler raised is the listener's to tell
+            await channel.wait_closed()
 
     async def _close_worker(self, link: Link, worker: Worker) -> None:
         await asyncio.to_thread(worker.close)

@@ -375,6 +375,30 @@ def test_completion_survives_a_lost_message(
     assert pair.take("server") == pair.take("client") == []
 
 
+def test_ends_are_said_again_less_and_less_often(pair: ConnectionPair, granted: int) -> None:
+    """Else a receiver with too many senders would hear the more of each the slower it is."""
+    times: list[float] = []
+
+    def spoil(sender: Side, messages: list[tuple[int, Message]]) -> list[tuple[int, Message]]:
+        if any(isinstance(message, TensorDataEndMessage) for _, message in messages):
+            times.append(pair.now)
+        return messages
+
+    pair.spoil = spoil
+    for index in range(4):
+        pair.client.data_end(granted, index, now=pair.now)
+    pair.settle()
+    pair.advance(40)  # the receiver hears all of it, and its answer takes so long
+    waits = np.diff(times)
+    assert len(waits) == 6
+    assert np.allclose(waits[1:] / waits[:-1], 2)
+    pair.server.acknowledge(granted, now=pair.now)
+    pair.settle()
+    assert pair.take("client") == [Acknowledged(granted)]
+    pair.advance(40)
+    assert len(times) == 7
+
+
 def test_a_lost_offer_or_grant_ends_at_the_deadline(pair: ConnectionPair, make_offer: MakeOffer, grant: Grant) -> None:
     pair.spoil = drop(Offer, "client")
     pair.client.offer(make_offer(), now=pair.now, timeout_s=1)

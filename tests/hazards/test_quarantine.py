@@ -148,7 +148,7 @@ def num_open_files() -> int:
 
 def test_a_pool_registered_anew_is_out_of_reach_of_a_sender_that_maps_the_old_memory() -> None:
     async def job() -> None:
-        async with half_written("mapped", lease_s=0.2, peer_timeout_s=60) as (pool, engine, child, arrival):
+        async with half_written("mapped", lease_s=0.5, peer_timeout_s=60) as (pool, engine, child, arrival):
             with pytest.raises(DeadlineExceededError):
                 await arrival.snapshot()
             await settled(pool, 4, 0, 4)  # it was asked to stop, and did not answer
@@ -174,7 +174,7 @@ def test_a_pool_registered_anew_is_out_of_reach_of_a_sender_that_maps_the_old_me
 @pytest.mark.parametrize("goes_on", [False, True], ids=["killed", "goes on"])
 def test_where_the_kernel_lets_a_sender_write_its_pages_wait_for_its_end_or_its_word(way: str, goes_on: bool) -> None:
     async def job() -> None:
-        async with half_written(way, lease_s=0.2, peer_timeout_s=60) as (pool, engine, child, arrival):
+        async with half_written(way, lease_s=0.5, peer_timeout_s=60) as (pool, engine, child, arrival):
             await settled(pool, 4, 0, 4)
             page_ids = np.unique(arrival.block_table)
             await engine.reregister()
@@ -200,7 +200,7 @@ def test_where_the_kernel_lets_a_sender_write_its_pages_wait_for_its_end_or_its_
 
 def test_a_sender_over_tcp_is_silent_once_its_own_worker_is_closed() -> None:
     async def job() -> None:
-        async with half_written("tcp", lease_s=0.2, peer_timeout_s=1) as (pool, engine, child, arrival):
+        async with half_written("tcp", lease_s=0.5, peer_timeout_s=1) as (pool, engine, child, arrival):
             with pytest.raises(DeadlineExceededError):
                 await arrival.snapshot()
             await settled(pool, 4, 0, 4)

@@ -125,13 +125,13 @@ class FaultLine:
     """
 
     def __init__(self, direction: Direction, rules: list[Rule]) -> None:
-        self._direction = direction
+        self.direction = direction
         self._rules = rules
         self._held: list[bytes] = []
 
     def push(self, frame: Frame) -> list[Step]:
         """What is to be done now that this frame has come."""
-        taking = [rule for rule in self._rules if rule.takes(self._direction, frame)]
+        taking = [rule for rule in self._rules if rule.takes(self.direction, frame)]
         if taking and taking[0].action is Action.REORDER:
             self._held.append(frame.data)
             return []

@@ -6,6 +6,7 @@ It knows frames and rules; it decides nothing. Page bytes do not pass here: UCX 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import TracebackType
 
 from hurray_rdma.testing.chaos.faults import Close, Direction, FaultLine, Forward, Later, Pause, Rule, Step
@@ -30,6 +31,8 @@ class ChaosProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_accepted = 0
         """Connections so far."""
+        self.num_messages = Counter[tuple[Direction, int]]()
+        """Messages that have come by, by direction and kind."""
 
     @property
     def address(self) -> str:
@@ -88,8 +91,8 @@ class ChaosProxy:
             to_server = FaultLine(Direction.TO_SERVER, self._rules)
             to_client = FaultLine(Direction.TO_CLIENT, self._rules)
             async with asyncio.TaskGroup() as both:
-                both.create_task(_carry(reader, there_writer, to_server, timers))
-                both.create_task(_carry(there_reader, writer, to_client, timers))
+                both.create_task(self._carry(reader, there_writer, to_server, timers))
+                both.create_task(self._carry(there_reader, writer, to_client, timers))
         except* OSError:  # nobody is there, one of them hung up, or a rule says so: both sides see it as TCP shows it
             pass
         finally:
@@ -100,24 +103,28 @@ class ChaosProxy:
                 if each.transport.get_write_buffer_size():
                     each.transport.abort()  # what a stopped process does not take is not waited for
 
+    async def _carry(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        line: FaultLine,
+        timers: list[asyncio.TimerHandle],
+    ) -> None:
+        """One direction of one connection, to its end."""
+        cutter = FrameCutter()
+        while data := await reader.read(_READ_NBYTES):
+            for frame in cutter.feed(data):
+                self.num_messages[line.direction, frame.kind] += 1
+                for step in line.push(frame):
+                    await _do(step, writer, timers)
+            await writer.drain()
+        if not writer.transport.is_closing():
+            writer.write(cutter.rest)
+            writer.write_eof()
+
 
 class _CutError(ConnectionError):
     """A rule ends the connection."""
-
-
-async def _carry(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: FaultLine, timers: list[asyncio.TimerHandle]
-) -> None:
-    """One direction of one connection, to its end."""
-    cutter = FrameCutter()
-    while data := await reader.read(_READ_NBYTES):
-        for frame in cutter.feed(data):
-            for step in line.push(frame):
-                await _do(step, writer, timers)
-        await writer.drain()
-    if not writer.transport.is_closing():
-        writer.write(cutter.rest)
-        writer.write_eof()
 
 
 async def _do(step: Step, writer: asyncio.StreamWriter, timers: list[asyncio.TimerHandle]) -> None:
