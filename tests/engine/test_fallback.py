@@ -342,7 +342,7 @@ def test_wrong_amounts_of_page_data_fail_the_transfer_and_harm_nobody(fault: str
             for tensor in SPEC.tensors:
                 pool.pages(*tensor).view(np.uint8)[...] = 0xEE
             snapshot = Snapshot.from_block_tables(pool, TABLES, seq_lens=SEQ_LENS)
-            async with hand_and_engine(pool, says_quiet=says_quiet, lease_s=0.2) as (hand, engine):
+            async with hand_and_engine(pool, says_quiet=says_quiet, lease_s=0.5) as (hand, engine):
                 transfer_id = hand.offer(snapshot, path=path)
                 granted = (await hand.expect(Granted)).grant.page_ids
                 arrival = await anext(engine.arrivals())
@@ -414,7 +414,7 @@ def slow_receiver(connection: Connection, spec: CacheSpec) -> None:
     async def job() -> None:
         default_context(RECEIVER)
         with PagePool.allocate(spec, 256) as pool:
-            async with Engine(pool, listen="127.0.0.1:0", timeout_s=20, lease_s=0.3, peer_timeout_s=20) as engine:
+            async with Engine(pool, listen="127.0.0.1:0", timeout_s=20, lease_s=0.9, peer_timeout_s=20) as engine:
                 connection.send(engine.address)
                 await anext(engine.arrivals())
                 connection.send("granted")
@@ -440,7 +440,7 @@ def test_a_lease_that_ends_while_frames_wait_is_told_as_such(context: Context) -
                         child.signal(signal.SIGSTOP)
                         await stopped(child.pid)
                         sending = asyncio.create_task(transfer.send_rest())
-                        await asyncio.wait({sending}, timeout=0.5)
+                        await asyncio.wait({sending}, timeout=1.2)
                         assert not sending.done()
                         child.signal(signal.SIGCONT)
                         await sending

@@ -39,6 +39,8 @@ SEND = {
     "TENSOR_DATA_END to receiver": 6,  # one for each role of each of three layers
     "TENSOR_PUT_ACK to sender": 1,
 }
+SAID_AGAIN = ("TENSOR_DATA_END to receiver", "TENSOR_PUT_ACK to sender")
+"""More of these pass where answers take half a second, the fewer the longer they take."""
 IN_TIME = ("PING", "PONG")
 """How many of these pass depends on time."""
 
@@ -56,12 +58,12 @@ def test_each_of_many_senders_costs_as_much_as_one(lane: Lane, many: tuple[int, 
             # Each asks once for pages ahead, is refused, and asks again only if all this takes longer than ten seconds.
             asked = messages.pop("RESERVE to receiver")
             assert messages.pop("ERROR to sender") == asked >= num_senders
-            each = {name: CONNECT.get(name, 0) + NUM_SENDS * SEND.get(name, 0) for name in CONNECT | SEND}
-            for name, count in each.items():
-                # Where an answer takes half a second, an end is said again.
-                repeatable = name.startswith(("TENSOR_DATA_END", "TENSOR_PUT_ACK"))
-                assert messages.pop(name) == num_senders * count or repeatable, (name, num_senders)
-            assert messages == {}
+            expected = {
+                name: num_senders * (CONNECT.get(name, 0) + NUM_SENDS * SEND.get(name, 0)) for name in CONNECT | SEND
+            }
+            for name in SAID_AGAIN:
+                assert expected[name] <= messages.pop(name) <= 3 * expected.pop(name), name
+            assert messages == expected
         return alone, held
 
     costs = {}
