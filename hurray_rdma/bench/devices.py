@@ -62,12 +62,13 @@ def _rdma(devices: list[str]) -> Finding:
         return Finding("RDMA devices", Verdict.OK, "none: transfers to other hosts go over tcp")
     found = ", ".join(devices)
     if not any(_RDMA_TRANSPORTS.search(name) for name in _transports()):
-        return Finding(
-            "RDMA devices",
-            Verdict.SLOW,
-            f"{found}; UCX sees none of them, and uses tcp between hosts",
-            "Install libibverbs1 and the device's provider (Debian: ibverbs-providers), and check /dev/infiniband",
-        )
+        fix = "Install libibverbs1 and the device's provider (Debian: ibverbs-providers), and check /dev/infiniband"
+        if "--without-verbs" in _ucx_info("-v"):
+            fix = (
+                "The libucx wheel is built without verbs: install a UCX that has them (of the cards' OFED, or "
+                "conda-forge) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+            )
+        return Finding("RDMA devices", Verdict.SLOW, f"{found}; UCX sees none of them, and uses tcp between hosts", fix)
     return Finding("RDMA devices", Verdict.OK, found)
 
 

@@ -33,8 +33,24 @@ def binary() -> Path | None:
     return None
 
 
-def measure(path: Path, *, page_nbytes: int, num_pages: int, lane: str, cores: tuple[int, int] | None) -> Measured:
+def measure(
+    path: Path,
+    *,
+    page_nbytes: int,
+    num_pages: int,
+    lane: str,
+    cores: tuple[int, int] | None,
+    memory: str = "host",
+) -> Measured:
     """Puts of ``page_nbytes``, ``num_pages`` times, between two fresh processes.
+
+    Args:
+        path: of `binary`.
+        page_nbytes: of a put.
+        num_pages: puts.
+        lane: UCX transports; empty leaves the choice to UCX.
+        cores: of the two processes.
+        memory: what is put: UCX's name of a memory type.
 
     Raises:
         TransportError: it failed, or printed no bandwidth.
@@ -42,7 +58,7 @@ def measure(path: Path, *, page_nbytes: int, num_pages: int, lane: str, cores: t
     environment = (
         os.environ | {"LD_LIBRARY_PATH": str(path.parent.parent / "lib")} | ({"UCX_TLS": lane} if lane else {})
     )
-    test = ["-t", "ucp_put_bw", "-s", str(page_nbytes), "-n", str(num_pages)]
+    test = ["-t", "ucp_put_bw", "-s", str(page_nbytes), "-n", str(num_pages), "-m", memory]
     pins = [["-c", str(core)] for core in cores] if cores else [[], []]
     told = ""
     for _ in range(_TRIES):  # the port may be taken by somebody else in between

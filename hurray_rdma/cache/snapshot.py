@@ -146,7 +146,10 @@ class Snapshot:
         pages = self.pool.pages(role, layer)
         num_tokens = int(self.seq_lens[self._check_seq(seq)])
         page_ids = self.seq_pages(seq)[: -(-num_tokens // spec.page_size)]
-        gathered = pages[page_ids.astype(np.int64)]
+        index: Any = page_ids.astype(np.int64)
+        if hasattr(pages, "__array_function__"):  # CuPy takes no NumPy array as an index; torch does
+            index = np.array(index, like=pages)
+        gathered = pages[index]
         if spec.order is PageOrder.HND:
             gathered = gathered.swapaxes(1, 2)
         return gathered.reshape(len(page_ids) * spec.page_size, spec.num_heads, spec.row_items)[:num_tokens]

@@ -23,7 +23,7 @@ from hurray_rdma.errors import TransportError
 
 __all__ = ["CudaDriver", "Driver", "MemoryType", "Pointer", "Trait", "Words", "driver"]
 
-_INVALID_VALUE, _NOT_READY = 1, 600
+_INVALID_VALUE, _INVALID_CONTEXT, _NOT_READY = 1, 201, 600
 _DISABLE_TIMING = 2
 _PORTABLE, _DEVICE_MAP = 1, 2
 _FLUSH_CURRENT_CONTEXT = 0
@@ -247,7 +247,7 @@ class CudaDriver:
 
     def _pointer_trait(self, trait: _PointerTrait, address: int, value: Any) -> int | None:
         result = self._result("cuPointerGetAttribute", ctypes.byref(value), c_int(trait), c_uint64(address))
-        if result == _INVALID_VALUE:
+        if result in (_INVALID_VALUE, _INVALID_CONTEXT):
             return None
         if result != 0:
             raise TransportError(f"cuPointerGetAttribute: {self._text(result)}", status=result)

@@ -39,6 +39,7 @@ def test_the_numbers_are_those_of_cuda_h() -> None:
     for kind in MemoryType:
         assert int(getattr(bindings.CUmemorytype, f"CU_MEMORYTYPE_{kind.name}")) == kind
     assert int(bindings.CUresult.CUDA_ERROR_INVALID_VALUE) == cuda._INVALID_VALUE
+    assert int(bindings.CUresult.CUDA_ERROR_INVALID_CONTEXT) == cuda._INVALID_CONTEXT
     assert int(bindings.CUresult.CUDA_ERROR_NOT_READY) == cuda._NOT_READY
     assert int(bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING) == cuda._DISABLE_TIMING
     assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == cuda._WAIT_GEQ

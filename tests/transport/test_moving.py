@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -215,3 +216,20 @@ def test_damaged_address_and_rkey_never_reach_ucx() -> None:
             endpoint.open_region(type(remote)(remote_addr=remote.remote_addr, nbytes=remote.nbytes, rkey=broken))
     endpoint.close()
     worker.close()
+
+
+def test_memory_of_a_device_is_never_reached_by_this_process_s_own_loads_and_stores() -> None:
+    with Child(target, {}, True) as child:
+        address, remote = child.receive()
+        worker = Context().open_worker()
+        endpoint = worker.connect(address, timeout_s=10)
+        mapped = endpoint.open_region(remote)
+        assert mapped.path is Path.MAPPED
+        assert mapped.path_from("cuda:0") is Path.PUT
+        assert mapped.lane_from("cuda:0").endswith("(staged)"), "no transport of a device is there"
+        on_device = endpoint.open_region(replace(remote, device="cuda:0"))
+        assert on_device.path is Path.PUT
+        assert on_device.lane.endswith("(staged)")
+        endpoint.close()
+        worker.close()
+        child.send("end")

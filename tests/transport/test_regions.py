@@ -1,0 +1,89 @@
+"""Regions on devices and pinned ones, with real memory of the host and a driver that writes down what it is asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hurray_rdma import PagePool, Snapshot
+from hurray_rdma.format import MemoryClass
+from hurray_rdma.transport import Backing, Context, Region
+from hurray_rdma.transport.cuda import Trait
+from tests.engine.gpus import SPEC
+from tests.transport.recorded import RecordedDriver
+
+
+@pytest.fixture
+def driver() -> RecordedDriver:
+    return RecordedDriver()
+
+
+@pytest.fixture
+def context(driver: RecordedDriver) -> Context:
+    context = Context()
+    context.__dict__["driver"] = driver  # in the place of the machine's
+    return context
+
+
+def region_on(device: str, context: Context) -> Region:
+    """Host memory that is said to be a device's: for what is decided by the name alone."""
+    array = np.zeros(4096, np.uint8)
+    host = context.register(array.ctypes.data, array.nbytes, owner=array)
+    return Region(host.memory, device=device, context=context, allocated=False, owner=array)
+
+
+def test_a_pinned_pool_is_pinned_from_its_making_to_its_end_and_anew_when_it_is_renewed(
+    driver: RecordedDriver, context: Context
+) -> None:
+    pool = PagePool.allocate(SPEC, 4, pinned=True, context=context)
+    (region,) = pool.regions
+    pin, unpin = ("pin", region.seen_address, region.nbytes), ("unpin", region.seen_address)
+    assert driver.calls == [pin]
+    assert pool.backing is Backing.PINNED
+    snapshot = Snapshot.from_block_tables(pool, [[1]], seq_lens=[3])
+    assert {each.buffers[0].memory_class for each in snapshot.descriptors()} == {MemoryClass.HOST_PINNED}
+    pool.renew()
+    assert driver.calls == [pin, unpin, pin], "the pages that were pinned are replaced"
+    pool.close()
+    pool.close()
+    assert driver.calls == [pin, unpin, pin, unpin]
+
+
+def test_a_pool_that_is_not_pinned_asks_no_driver(driver: RecordedDriver, context: Context) -> None:
+    with PagePool.allocate(SPEC, 4, context=context) as pool:
+        pool.make_visible()
+        pool.renew()
+        assert pool.backing is Backing.PLAIN
+        snapshot = Snapshot.from_block_tables(pool, [[1]], seq_lens=[3])
+        assert snapshot.descriptors()[0].buffers[0].memory_class is MemoryClass.STANDARD
+    assert driver.calls == []
+
+
+def test_remote_writes_are_flushed_in_the_context_of_their_device(driver: RecordedDriver, context: Context) -> None:
+    driver.traits = {Trait.WRITES_ORDERING: 0, Trait.FLUSH_OPTIONS: 1}
+    region = region_on("cuda:1", context)
+    region.make_visible()
+    region.make_visible()
+    assert driver.calls == [("flush", 100, 1)] * 2
+    region.close()
+
+
+def test_nothing_is_flushed_where_writes_are_in_order(driver: RecordedDriver, context: Context) -> None:
+    driver.traits = {Trait.WRITES_ORDERING: 100, Trait.FLUSH_OPTIONS: 1}
+    region = region_on("cuda:1", context)
+    region.make_visible()
+    assert driver.calls == []
+    region.close()
+
+
+def test_the_context_of_a_device_is_current_while_its_region_is_handed_over(
+    driver: RecordedDriver, context: Context
+) -> None:
+    region, host = region_on("cuda:3", context), region_on("cpu", context)
+    with region.current():
+        assert driver.context == [3]
+        with host.current():
+            assert driver.context == [3]
+    assert driver.context == []
+    for each in (region, host):
+        each.close()
