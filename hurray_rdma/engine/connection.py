@@ -44,6 +44,7 @@ from hurray_rdma.engine.exchange import Exchange, RemotePool
 from hurray_rdma.engine.fetching import Fetching
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.remote_pools import RemotePools
+from hurray_rdma.engine.settling import Settling
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransportError
 from hurray_rdma.format import Dialect
@@ -75,6 +76,7 @@ class Surroundings:
     context: Context
     worker: Worker
     tally: Tally
+    settling: Settling
     ssl_context: SSLContext | None
     server_name: str | None
 
@@ -215,11 +217,16 @@ class Connection:
         # Where it fails, the worker keeps the endpoint, and UCX may still read and write for it.
         closed = self._endpoint is None or await asyncio.to_thread(self._endpoint.close)
         if closed:
-            self._settled = True
-            for settled in self._when_settled:
-                settled()
+            self._settle()
+        elif self._endpoint is not None:
+            self._surroundings.settling.add(self._endpoint, self._settle)
         self._endpoint = None
         self.quiet = closed and not self._in_doubt
+
+    def _settle(self) -> None:
+        self._settled = True
+        while self._when_settled:
+            self._when_settled.pop()()
 
     @property
     def lost(self) -> bool:
@@ -296,6 +303,8 @@ class Connection:
             settled()
         else:
             self._when_settled.append(settled)
+            if self._opened and self._closing is None:
+                self._on_lost(self)  # nothing can be posted over it any more, and its end is what settles
 
     def zeros(self, nbytes: int) -> Region:
         if not self._zeros or self._zeros[-1].nbytes < nbytes:

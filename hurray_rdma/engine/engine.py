@@ -22,6 +22,7 @@ from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.processes import process_id
 from hurray_rdma.engine.reception import Reception
+from hurray_rdma.engine.settling import Settling
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import ConfigError, GeometryError
@@ -99,6 +100,7 @@ class Engine:
         self._own_pools = pools
         self._tally = Tally()
         self._worker: Worker | None = None
+        self._settling = Settling()
         self._reception: Reception | None = None
         self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
         self._peers: set[Peer] = set()
@@ -160,11 +162,16 @@ class Engine:
         # Last in, first out; each step runs, whatever the others raise.
         async with contextlib.AsyncExitStack() as steps:
             if self._worker is not None:
-                steps.push_async_callback(asyncio.to_thread, self._worker.close)
+                steps.push_async_callback(self._close_worker, self._worker)
             steps.callback(self._end_arrivals)
             if self._reception is not None:
                 steps.push_async_callback(self._reception.close)
             steps.push_async_callback(self._close_peers)
+
+    async def _close_worker(self, worker: Worker) -> None:
+        await self._settling.stop()
+        await asyncio.to_thread(worker.close)
+        self._settling.end()
 
     async def _close_peers(self) -> None:
         """Together: one that is stuck takes its time."""
@@ -204,6 +211,7 @@ class Engine:
             context=self._context,
             worker=self._worker,
             tally=self._tally,
+            settling=self._settling,
             ssl_context=self._client_tls,
             server_name=self._tls.server_name if self._tls is not None else None,
         )

@@ -32,7 +32,6 @@ from hurray_rdma.control import (
     Reserve,
     Reserved,
     SessionClosed,
-    SessionOpened,
     StaleGenerationError,
     TensorData,
     TransferFailed,
@@ -162,8 +161,6 @@ class Receiver:
     def handle(self, link: Link, event: Event) -> None:
         """Takes one event of a connection's session; offers only for this pool."""
         match event:
-            case SessionOpened():
-                self.announce(link)
             case Offered(transfer_id=transfer_id, offer=offer):
                 self._offered(link, transfer_id, offer)
             case Reserved(transfer_id=transfer_id, reserve=reserve):
@@ -311,6 +308,7 @@ class Receiver:
             raise RegistrationError("the receiving pool is closed")
         if offer.generation != self.generation:
             raise self._stale(offer)
+        self.pool.check_grantable()
         peer = link.peer
         source, page_map = check_snapshot(offer, self.pool.spec, dialect=Dialect(peer.dialect), devices=peer.devices)
         if self.pool.allocator.never_fits(page_map.num_pages):
@@ -363,6 +361,7 @@ class Receiver:
         try:
             if reserve.generation != self.generation or self._holding or self.pool.closed:
                 raise StaleGenerationError("the pool grants nothing ahead now")
+            self.pool.check_grantable()
             if len(self._waiting):
                 raise PoolExhaustedError("offers wait for pages")
             self._ahead.grant(link, transfer_id, reserve, generation=self.generation)

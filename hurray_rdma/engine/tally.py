@@ -29,6 +29,10 @@ BOUNDS_S: tuple[float, ...] = (*(float(f"{digit}e{power}") for power in range(-5
 """Bounds of every histogram, seconds: 10 us to 100 s, three to a decade."""
 
 
+_MAX_LANES = 64
+"""Counted apart, of each direction."""
+
+
 class _Times:
     """A histogram that grows."""
 
@@ -59,7 +63,9 @@ class _Flow:
         self._numbers["num_transfers"] += 1
         for name, number in numbers.items():
             self._numbers[name] += number
-        self._lanes[lane, path] += nbytes
+        # Senders say what they call their lanes.
+        known = (lane, path) in self._lanes or len(self._lanes) < _MAX_LANES
+        self._lanes[(lane, path) if known else ("other", "other")] += nbytes
         self._times.add(seconds)
 
     def add_stats(self, stats: TransferStats) -> None:

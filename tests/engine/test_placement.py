@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -24,8 +25,9 @@ from hurray_rdma import (
     sync,
 )
 from hurray_rdma.cache import CacheSpec
+from hurray_rdma.engine.sync import thread
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import RemoteMemory
+from hurray_rdma.transport import Endpoint, RemoteMemory
 from tests.hazards.scenes import LANES, SPEC, counts, digest, eventually, fill, raw, run
 
 TABLES, SEQ_LENS = [[7, 3, 9], [7, 3, 2]], [12, 10]  # 4 tokens a page; two sequences share a prefix
@@ -185,6 +187,23 @@ def test_an_external_pool_hands_out_nothing_itself() -> None:
     run(job())
 
 
+def test_a_push_into_an_external_pool_is_refused_at_once() -> None:
+    """It waited in front of all others until its time was over."""
+
+    async def job() -> None:
+        with external_pool(SPEC, 12) as pool, PagePool.allocate(SPEC, 12) as source:
+            async with (
+                Engine(pool, listen="127.0.0.1:0") as engine,
+                Engine(source) as sender,
+                sender.connect(engine.address) as peer,
+            ):
+                with pytest.raises(ConfigError, match="handed out by its caller"):
+                    await peer.send(Snapshot.from_block_tables(source, [[1]], seq_lens=[4]), timeout_s=60)
+                assert engine.stats().num_waiting == 0
+
+    run(job())
+
+
 def test_chosen_pages_must_be_somebodys() -> None:
     """In a pool whose allocator hands out pages, those of a placement are leased from it first."""
 
@@ -226,8 +245,13 @@ def test_what_fails_leaves_no_lease_behind_and_can_be_asked_again() -> None:
     run(job())
 
 
-def test_a_fetch_whose_reads_may_still_land_raises_only_when_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["the peer goes on", "the engine is closed"])
+def test_a_fetch_whose_reads_may_still_land_raises_only_when_they_cannot(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """The caller would hand the pages to somebody else at once."""
+    stuck = threading.Event()
+    close = Endpoint.close
 
     def in_doubt(*_: Any, **__: Any) -> None:
         error = DeadlineExceededError("reads are in flight")
@@ -239,20 +263,49 @@ def test_a_fetch_whose_reads_may_still_land_raises_only_when_they_cannot(monkeyp
             address, _ = await asyncio.to_thread(child.receive)
             async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
                 monkeypatch.setattr(RemoteMemory, "read", in_doubt)
+                monkeypatch.setattr(Endpoint, "close", lambda endpoint: stuck.wait(0.02) and close(endpoint))
                 fetching = asyncio.create_task(peer.fetch("all", into=Placement(pool, [0, 1, 2, 0, 1, 3])))
-                await eventually(lambda: pool.allocator.accounts().num_leases == 2)
                 await eventually(lambda: bool(pool.allocator.quarantined()))
+                await eventually(lambda: bool(engine._settling._settled))
                 fetching.cancel()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
                 assert not fetching.done(), "not even when it is cancelled"
-                await peer.close()  # UCX has let go of the memory
-                with pytest.raises((DeadlineExceededError, asyncio.CancelledError)):
-                    await fetching
+                if how == "the peer goes on":
+                    stuck.set()
+                else:
+                    await engine.close()
+                async with asyncio.timeout(10):
+                    with pytest.raises((DeadlineExceededError, asyncio.CancelledError)):
+                        await fetching
                 assert pool.allocator.accounts().num_leases == 1
+                stuck.set()
                 child.send("end")
                 child.receive()
 
     run(job())
+
+
+def test_an_engine_without_asyncio_closes_with_such_a_fetch_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_doubt(*_: Any, **__: Any) -> None:
+        error = DeadlineExceededError("reads are in flight")
+        error.in_doubt = True
+        raise error
+
+    monkeypatch.setattr(thread, "_CANCELLED_S", 0.1)
+    with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+        address, _ = child.receive()
+        close = Endpoint.close
+        with sync.Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
+            monkeypatch.setattr(RemoteMemory, "read", in_doubt)
+            monkeypatch.setattr(Endpoint, "close", lambda _: False)
+            fetching = peer.fetch_async("all", into=Placement(pool, [0, 1, 2, 0, 1, 3]))
+            while not pool.allocator.quarantined():
+                assert not fetching.done()
+        monkeypatch.setattr(Endpoint, "close", close)
+        assert fetching.done()
+        assert pool.allocator.accounts().num_leases == 1
+        child.send("end")
+        child.receive()
 
 
 def test_without_asyncio() -> None:

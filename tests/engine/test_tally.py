@@ -99,6 +99,16 @@ def test_a_receiver_knows_pages_and_how_long_the_grant_took() -> None:
     assert full_bucket(stats.grant_wait) == (1e-5, 2e-5)
 
 
+def test_lanes_that_peers_make_up_are_counted_together() -> None:
+    tally = Tally()
+    for n in range(1000):
+        tally.received(nbytes=1, num_pages=0, num_resident=0, lane=f"lane {n}", path="put", seconds=0.0, waited_s=0.0)
+    lanes = stats_of(tally).receive.lanes
+    assert len(lanes) == 65
+    assert {lane.nbytes for lane in lanes if lane.lane != "other"} == {1}
+    assert [lane.nbytes for lane in lanes if lane.lane == "other"] == [1000 - 64]
+
+
 def test_who_is_read_from_knows_bytes_alone() -> None:
     tally = Tally()
     tally.served(nbytes=300)

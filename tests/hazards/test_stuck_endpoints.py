@@ -7,12 +7,13 @@ import asyncio
 import signal
 import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hurray_rdma import CacheSpec, DeadlineExceededError, TransferAbortedError
+from hurray_rdma import CacheSpec, DeadlineExceededError, Engine, HurrayError, Placement, TransferAbortedError
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, Endpoint, StopFlag
 from tests.hazards.scenes import (
@@ -78,6 +79,54 @@ def test_after_a_stopped_receiver_went_on_the_next_send_connects_anew_and_all_pa
             lease.release()
             await settled(pool, NUM_LARGE, 0, 0)
             child.send("end")
+
+    run(job())
+
+
+def publisher(connection: Connection) -> None:
+    """Publishes a large snapshot, over tcp; ends when told."""
+
+    async def job() -> None:
+        with make_pool(LARGE, NUM_LARGE, context=Context(TCP)) as pool:
+            fill(pool, 1)
+            async with Engine(pool, listen="127.0.0.1:0", timeout_s=20) as engine:
+                engine.publish("large", snapshot_of(pool, list(range(NUM_LARGE))), lease_s=60)
+                connection.send(engine.address)
+                await asyncio.to_thread(connection.recv)
+
+    asyncio.run(job())
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL], ids=["goes on", "is killed"])
+def test_pages_chosen_for_a_fetch_are_given_back_when_its_stopped_source(number: signal.Signals) -> None:
+    """The first attempt to close the endpoint fails, and nobody asked again: the fetch never returned."""
+
+    async def job() -> None:
+        pages = np.arange(NUM_LARGE)
+        with make_pool(LARGE, NUM_LARGE, context=Context(TCP)) as pool, Child(publisher) as child:
+            address = await asyncio.to_thread(child.receive)
+            lease = pool.allocator.lease(NUM_LARGE)
+            async with connected(pool, address, timeout_s=10, peer_timeout_s=1.0) as peer:
+                (await peer.fetch("large", into=Placement(pool, pages))).release()
+                fetching = asyncio.create_task(peer.fetch("large", into=Placement(pool, pages), timeout_s=3.0))
+                await asyncio.sleep(0.005)  # wherever that finds it
+                child.signal(signal.SIGSTOP)
+                await stopped(child.pid)
+                await asyncio.sleep(5)  # long enough for every deadline, and for one attempt to close
+                child.signal(number)
+                async with asyncio.timeout(20):
+                    await asyncio.wait((fetching,))
+                assert fetching.done()
+                if fetching.exception() is None:
+                    fetching.result().release()
+                assert isinstance(fetching.exception(), HurrayError | None)
+                assert not pool.allocator.quarantined()
+                lease.release()
+                await settled(pool, NUM_LARGE, 0, 0)
+            if number is signal.SIGCONT:
+                child.send("end")
+            else:
+                await asyncio.to_thread(child.join)
 
     run(job())
 

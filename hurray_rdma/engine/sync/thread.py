@@ -183,9 +183,12 @@ class EngineThread:
         for call, task in begun:
             if not call.ends:
                 task.cancel()
-        if begun:
-            await asyncio.wait([task for _, task in begun])
+        tasks = {task for _, task in begun}
+        if tasks:
+            _, tasks = await asyncio.wait(tasks, timeout=_CANCELLED_S)
         await self._at_end()
+        if tasks:  # whose pages may have been written until the engine's end
+            await asyncio.wait(tasks)
 
     def _begin(self, call: Call[Any]) -> None:
         if self._stopping:
@@ -241,6 +244,9 @@ class EngineThread:
                 fix="In callbacks of its futures use send_async and fetch_async, or hand over to another thread",
             )
 
+
+_CANCELLED_S = 5.0
+"""What was cancelled takes a moment to end in order."""
 
 _running: set[EngineThread] = set()
 """What the interpreter's exit has to stop."""
