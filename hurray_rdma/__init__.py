@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
     from hurray_rdma.engine import (
         Arrival,
+        DeviceUnavailableError,
         Engine,
         EngineCollector,
         EngineStats,

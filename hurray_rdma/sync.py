@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from hurray_rdma import errors as _errors
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
-from hurray_rdma.engine import EngineStats, FetchedSnapshot, NotPublishedError, Placement, Tls, TransferStats
+from hurray_rdma.engine import (
+    DeviceUnavailableError,
+    EngineStats,
+    FetchedSnapshot,
+    NotPublishedError,
+    Placement,
+    Tls,
+    TransferStats,
+)
 from hurray_rdma.engine import sync as _sync
 from hurray_rdma.engine.sync import *  # noqa: F403 - the classes that block
 from hurray_rdma.errors import *  # noqa: F403 - that room has the list of them
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheSpec",
+    "DeviceUnavailableError",
     "EngineCollector",
     "EngineStats",
     "FetchedSnapshot",

@@ -129,7 +129,7 @@ def _cuda_view(array: Any, *, name: str) -> StridedView:
         dtype_name=str(dtype),
         device=_cuda_device(array, address, name=name),
         owner=array,
-        allocation=address,
+        allocation=getattr(getattr(getattr(array, "data", None), "mem", None), "ptr", address),  # CuPy tells
         array=array,
     )
 

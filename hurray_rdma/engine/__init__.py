@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hurray_rdma.control import NotPublishedError, Tls
+from hurray_rdma.control import DeviceUnavailableError, NotPublishedError, Tls
 from hurray_rdma.engine.arrival import Arrival, ArrivalState
 from hurray_rdma.engine.engine import Engine
 from hurray_rdma.engine.fetching import FetchedSnapshot
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrival",
     "ArrivalState",
+    "DeviceUnavailableError",
     "DirectionStats",
     "Engine",
     "EngineCollector",

@@ -24,6 +24,7 @@ from hurray_rdma.errors import TransportError
 __all__ = ["CudaDriver", "Driver", "MemoryType", "Pointer", "Trait", "Words", "driver"]
 
 _INVALID_VALUE, _INVALID_CONTEXT, _NOT_READY = 1, 201, 600
+_PINNED_ALREADY, _NOT_PINNED = 712, 713
 _DISABLE_TIMING = 2
 _PORTABLE, _DEVICE_MAP = 1, 2
 _FLUSH_CURRENT_CONTEXT = 0
@@ -123,10 +124,10 @@ class Driver(Protocol):
         """What comes later on the stream waits until a word, at the device's address, is ``value`` or later."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-locks host memory for copies of all devices."""
+        """Page-locks host memory for copies of all devices; UCX may have done so."""
 
     def unpin(self, address: int) -> None:
-        """Ends `pin`."""
+        """Ends `pin`; harmless where it is not pinned."""
 
 
 class CudaDriver:
@@ -148,9 +149,9 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._call("cuInit", c_uint(0))
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: Any, but: int = 0) -> None:
         result = self._result(name, *arguments)
-        if result != 0:
+        if result not in (0, but):
             raise TransportError(f"{name}: {self._text(result)}", status=result)
 
     def _result(self, name: str, *arguments: Any) -> int:
@@ -254,10 +255,11 @@ class CudaDriver:
         return value.value or 0
 
     def pin(self, address: int, nbytes: int) -> None:
-        self._call("cuMemHostRegister_v2", c_void_p(address), c_size_t(nbytes), c_uint(_PORTABLE))
+        flags = c_uint(_PORTABLE)
+        self._call("cuMemHostRegister_v2", c_void_p(address), c_size_t(nbytes), flags, but=_PINNED_ALREADY)
 
     def unpin(self, address: int) -> None:
-        self._call("cuMemHostUnregister", c_void_p(address))
+        self._call("cuMemHostUnregister", c_void_p(address), but=_NOT_PINNED)
 
     def make_words(self, count: int) -> Words:
         host, device = c_void_p(), c_uint64()

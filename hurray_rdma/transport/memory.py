@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.errors import RegistrationError
 from hurray_rdma.transport.binding import native
-from hurray_rdma.transport.devices import Backing, device_index
+from hurray_rdma.transport.devices import Backing, device_index, host_backing
 from hurray_rdma.transport.envelope import seal
 
 if TYPE_CHECKING:
@@ -136,6 +136,12 @@ class Region:
         self.context.driver.pin(self.seen_address, self.nbytes)
         self._pinned, self.backing = True, Backing.PINNED
 
+    def _page_locked(self) -> bool:
+        """Whether devices have the pages at its address: by `pin`, or by UCX, which pins where a context is current."""
+        if self._pinned or not self.allocated or "cuda" not in self.context.device_kinds:
+            return self._pinned
+        return host_backing(self.context.driver, self.seen_address) is Backing.PINNED
+
     def _unpin(self) -> None:
         if self._pinned:
             self._pinned = False
@@ -162,13 +168,17 @@ class Region:
             RegistrationError: the region is closed or in use, or UCX refuses; it is as it was.
         """
         self.check_renewable()
-        old, pinned = self.memory, self._pinned
-        self._unpin()  # which holds the pages that are to be replaced
+        old, pinned = self.memory, self._page_locked()
+        if pinned:  # which holds the pages that are to be replaced: devices would go on to copy those
+            self._pinned = True
+            self._unpin()
         try:
             self._memory = self.context.remake(self)
         finally:
             if pinned:
+                backing = self.backing
                 self.pin()
+                self.backing = backing
         if not self.allocated:
             self._seen = self._memory
         if old is not self._seen:

@@ -41,6 +41,8 @@ def test_the_numbers_are_those_of_cuda_h() -> None:
     assert int(bindings.CUresult.CUDA_ERROR_INVALID_VALUE) == cuda._INVALID_VALUE
     assert int(bindings.CUresult.CUDA_ERROR_INVALID_CONTEXT) == cuda._INVALID_CONTEXT
     assert int(bindings.CUresult.CUDA_ERROR_NOT_READY) == cuda._NOT_READY
+    assert int(bindings.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED) == cuda._PINNED_ALREADY
+    assert int(bindings.CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED) == cuda._NOT_PINNED
     assert int(bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING) == cuda._DISABLE_TIMING
     assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == cuda._WAIT_GEQ
     target = bindings.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX

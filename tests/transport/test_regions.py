@@ -8,7 +8,7 @@ import pytest
 from hurray_rdma import PagePool, Snapshot
 from hurray_rdma.format import MemoryClass
 from hurray_rdma.transport import Backing, Context, Region
-from hurray_rdma.transport.cuda import Trait
+from hurray_rdma.transport.cuda import MemoryType, Pointer, Trait
 from tests.engine.gpus import SPEC
 from tests.transport.recorded import RecordedDriver
 
@@ -87,3 +87,17 @@ def test_the_context_of_a_device_is_current_while_its_region_is_handed_over(
     assert driver.context == []
     for each in (region, host):
         each.close()
+
+
+def test_memory_that_ucx_has_pinned_is_pinned_anew_when_it_is_replaced(
+    driver: RecordedDriver, context: Context
+) -> None:
+    region = context.allocate(1 << 20)
+    context.device_kinds = ("cpu", "cuda")
+    region.renew()
+    assert driver.calls == [], "nobody has pinned it"
+    driver.pointers[region.seen_address] = Pointer(MemoryType.HOST, 0)
+    region.renew()
+    assert driver.calls == [("unpin", region.seen_address), ("pin", region.seen_address, region.nbytes)]
+    assert region.backing is Backing.PLAIN
+    region.close()
