@@ -42,7 +42,8 @@ class Channel(asyncio.BufferedProtocol):
 
     Args:
         session: a fresh session; its clock is the event loop's (``channel.now``).
-        on_event: called with every event, in order, on the event loop; what it raises ends the channel.
+        on_event: called with every event, in order, on the event loop, to the last one (SessionClosed) whatever it
+            raises; that ends the channel.
     """
 
     def __init__(self, session: Session, on_event: EventHandler) -> None:
@@ -129,13 +130,20 @@ class Channel(asyncio.BufferedProtocol):
                     self._failure = later  # The first is its context.
 
     def _deliver(self, events: list[Event]) -> None:
+        failure: Exception | None = None
         self._delivering = True
         try:
             for event in events:
-                self._on_event(event)
+                try:
+                    self._on_event(event)
+                except Exception as error:
+                    # The others are owed to it still: what it holds of the session, it lets go by the last of them.
+                    failure = failure or error
         finally:
             self._delivering = False
             self.notify()
+        if failure is not None:
+            raise failure
 
     # Bytes out.
 

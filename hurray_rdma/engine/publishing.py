@@ -187,6 +187,7 @@ class Publishing:
         """Takes everything back. The sessions must be closed before."""
         for key in list(self._publications):
             self.unpublish(key)
+        await asyncio.sleep(0)  # whoever published is told before the engine has ended
         while self._endings:
             await asyncio.wait(self._endings)
 
@@ -261,14 +262,15 @@ class Publishing:
         self._servings[link].add(reading.delivery)
 
     def _undeliverable(self, link: Link, delivery: Delivery, error: HurrayError) -> None:
-        if not delivery.over:
-            self._stop(link, delivery.transfer_id, ErrorCode(error_code(error)), error)
+        self._stop(link, delivery.transfer_id, ErrorCode(error_code(error)), error)
 
     def _all_read(self, link: Link, transfer_id: int) -> None:
+        if (link, transfer_id) not in self._readings:
+            return
+        link.session.acknowledge(transfer_id, now=link.now)
         reading = self._end((link, transfer_id), complete=True)
         if reading is None:
             return
-        link.session.acknowledge(transfer_id, now=link.now)
         if reading.delivery is None:
             self._tally.served(nbytes=reading.nbytes)
         else:
@@ -302,7 +304,8 @@ class Publishing:
             return None
         reading.timer.cancel()
         if reading.delivery is not None:
-            reading.delivery.over = True
+            link, transfer_id = key
+            self._servings[link].drop(transfer_id)
         reading.lease.release()
         publication = reading.publication
         publication.num_reading -= 1
@@ -316,7 +319,8 @@ class Publishing:
     def _look_ended(self, key: str, publication: _Publication) -> None:
         """Tells whoever published it, once nobody reads it any more and nobody can begin to."""
         if not publication.num_reading:
-            publication.on_end(key, publication.num_read)
+            # From the loop: what it raises is the loop's to tell, and harms neither reader nor session.
+            self._loop.call_soon(publication.on_end, key, publication.num_read)
 
 
 def _nobody_asks(_key: str, _num_read: int) -> None:

@@ -7,7 +7,6 @@ it: a reader that does not read costs no more memory than the frames that its co
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,8 +35,6 @@ class Delivery:
     transfer_id: int
     snapshot: Snapshot
     take: Take
-    over: bool = False
-    """Whether the pages are not under lease any more, so that nothing may be sent of them."""
     sent_nbytes: int = 0
     """Page bytes so far."""
     packer: Packer | None = None
@@ -57,14 +54,21 @@ class Serving:
     def __init__(self, link: Link, *, failed: Callable[[Delivery, HurrayError], None]) -> None:
         self._link = link
         self._failed = failed
-        self._waiting: deque[Delivery] = deque()
+        self._waiting: dict[int, Delivery] = {}
+        self._sharing: dict[int, Delivery] = {}
+        """Those that take turns, the next one first."""
         self._task: asyncio.Task[None] | None = None
 
     def add(self, delivery: Delivery) -> None:
         """Begins to send it, or has it wait for its turn."""
-        self._waiting.append(delivery)
+        self._waiting[delivery.transfer_id] = delivery
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
+
+    def drop(self, transfer_id: int) -> None:
+        """Its pages are not under lease any more: nothing is sent of them from now on, and nothing kept."""
+        self._waiting.pop(transfer_id, None)
+        self._sharing.pop(transfer_id, None)
 
     def stop(self) -> asyncio.Task[None] | None:
         """Sends no more; the task to wait for, if there is one."""
@@ -73,26 +77,39 @@ class Serving:
         return self._task
 
     async def _run(self) -> None:
-        sharing: deque[Delivery] = deque()
-        while self._waiting or sharing:
-            while self._waiting and len(sharing) < _MAX_AT_ONCE:
-                sharing.append(self._waiting.popleft())
-            delivery = sharing.popleft()
-            try:
-                if await self._step(delivery):
-                    sharing.append(delivery)
-            except HurrayError as error:
-                self._failed(delivery, error)
+        while self._waiting or self._sharing:
+            await self._turn()  # which ends before the wait: what is dropped meanwhile must be held by nobody
             await self._link.flush()
             await asyncio.sleep(0)  # others have their turn, also where the connection takes all
 
+    async def _turn(self) -> None:
+        """One frame of the delivery whose turn it is."""
+        while self._waiting and len(self._sharing) < _MAX_AT_ONCE:
+            first = next(iter(self._waiting))
+            self._sharing[first] = self._waiting.pop(first)
+        transfer_id, delivery = next(iter(self._sharing.items()))
+        try:
+            more = await self._step(delivery)
+        except HurrayError as error:
+            self._fail(delivery, error)
+        except Exception as error:
+            self._link.log.bind(transfer=transfer_id).error("a delivery broke", exc_info=error)
+            self._fail(delivery, HurrayError(f"the pages could not be sent: {type(error).__name__}"))
+        else:
+            if self._sharing.pop(transfer_id, None) is not None and more:
+                self._sharing[transfer_id] = delivery
+
+    def _fail(self, delivery: Delivery, error: HurrayError) -> None:
+        if self._sharing.pop(delivery.transfer_id, None) is not None:
+            self._failed(delivery, error)
+
     async def _step(self, delivery: Delivery) -> bool:
-        """One frame; False when it was the last, or the transfer has ended."""
+        """One frame; False when it was the last, or the delivery was dropped."""
         session, spec = self._link.session, delivery.snapshot.pool.spec
         packer = delivery.packer
         if packer is None:
             packer = delivery.packer = await asyncio.to_thread(_packer_of, delivery)
-        if delivery.over:
+        if delivery.transfer_id not in self._sharing:
             return False
         index, start = delivery.index, delivery.offset
         if start < packer.nbytes:
@@ -113,7 +130,7 @@ def _packer_of(delivery: Delivery) -> Packer:
 
     Raises:
         GeometryError: it asks for what cannot be.
-        TransportError: the pages are not in host memory.
+        DeviceUnavailableError: the pages are not in host memory.
     """
     take, spec = delivery.take, delivery.snapshot.pool.spec
     if take.page_size > _MAX_PAGE_RATIO * spec.page_size:

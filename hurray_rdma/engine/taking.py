@@ -30,7 +30,7 @@ class Taking:
         page_ids: its pages that they go into, uint32 ``[num_pages]``.
 
     Raises:
-        TransportError: the pool is not in host memory.
+        DeviceUnavailableError: the pool is not in host memory.
     """
 
     def __init__(self, source: CacheSpec, pool: PagePool, page_ids: NDArray[np.uint32]) -> None:

@@ -541,6 +541,42 @@ def test_what_a_handler_raises_ends_the_channel_and_is_raised(
     run(main())
 
 
+@pytest.mark.parametrize("how", ["the peer cuts it", "close", "abort"])
+def test_a_handler_that_raises_hears_of_the_end_all_the_same(
+    how: str, make_config: MakeConfig, make_offer: Callable[..., Offer]
+) -> None:
+    """Of each transfer, and of the session: it would keep all that it has for them."""
+
+    async def main() -> None:
+        heard: list[type[Event]] = []
+
+        def hear(event: Event) -> None:
+            heard.append(type(event))
+            if isinstance(event, TransferFailed):
+                raise RuntimeError(f"engine fault {len(heard)}")
+
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers)
+        channel = await open_channel("127.0.0.1", listener.port, make_config(), timeout_s=5, on_event=hear)
+        receiver = await receivers.next()
+        for _ in range(2):
+            channel.session.offer(make_offer(), now=channel.now, timeout_s=10)  # type: ignore[attr-defined]
+        heard.clear()
+        with pytest.raises(RuntimeError, match="engine fault 1"):
+            if how == "close":
+                await channel.close()
+            elif how == "abort":
+                channel.abort()
+            else:
+                receiver.channel.abort()
+                await channel.wait_closed()
+        assert heard == [TransferFailed, TransferFailed, SessionClosed]
+        receiver.channel.abort()
+        await listener.close()
+
+    run(main())
+
+
 def test_cancelling_an_open_leaves_nothing(make_config: MakeConfig) -> None:
     async def main() -> None:
         silent = await asyncio.start_server(_say_nothing, "127.0.0.1", 0)

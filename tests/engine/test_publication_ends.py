@@ -11,7 +11,7 @@ from hurray_rdma import Engine, NotPublishedError, Placement
 from hurray_rdma.control import ErrorCode, Fetch, PoolsAnnounced, PublishedHeard
 from tests.engine.hands import shaken
 from tests.engine.test_placement import external_pool
-from tests.hazards.scenes import SPEC, digest, eventually, fill, make_pool, run, snapshot_of
+from tests.hazards.scenes import SPEC, digest, eventually, fill, make_pool, run, settled, snapshot_of
 
 TABLE = [3, 1, 7]
 
@@ -92,5 +92,42 @@ def test_a_publication_is_kept_as_long_as_somebody_asks_for_it() -> None:
                 with pytest.raises(NotPublishedError):
                     await peer.refresh("wanted")
                 assert engine.stats().serve.failures == {"NotPublishedError": 1}, "to ask is no failure"
+
+    run(job())
+
+
+def test_what_is_raised_when_a_publication_ends_harms_neither_readers_nor_sessions() -> None:
+    def end(key: str, num_read: int) -> None:
+        ends.append((key, num_read))
+        raise RuntimeError(f"{key} has ended")
+
+    ends: list[tuple[str, int]] = []
+    told: list[str] = []
+
+    async def job() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+        with make_pool(SPEC, 8) as pool, make_pool(SPEC, 8) as mine:
+            async with Engine(pool, listen="127.0.0.1:0") as engine:
+                async with Engine(mine) as reader, reader.connect(engine.address) as peer:
+                    engine.publish("read", snapshot_of(pool, TABLE), max_readers=1, on_end=end)
+                    (await peer.fetch("read")).release()
+                assert ends == [("read", 1)]
+                async with shaken(engine.address) as hand:
+                    await hand.expect(PoolsAnnounced)
+                    with pool.allocator.lease(2) as lease:
+                        for key, page in zip(("lost 1", "lost 2"), lease.page_ids.tolist(), strict=True):
+                            engine.publish(key, snapshot_of(pool, [page]), on_end=end)
+                            hand.do("fetch", Fetch(key=key, deadline_s=10), timeout_s=10)
+                            await hand.expect(PublishedHeard)
+                            engine.unpublish(key)
+                    assert hand.channel is not None
+                    hand.channel.abort()
+                    await eventually(lambda: engine.stats().num_sessions == 0)
+                    await settled(pool, 8, 0, 0)
+                    assert sorted(ends[1:]) == [("lost 1", 0), ("lost 2", 0)]
+                for key in ("left 1", "left 2"):
+                    engine.publish(key, snapshot_of(pool, TABLE), on_end=end)
+        assert sorted(ends[3:]) == [("left 1", 0), ("left 2", 0)]
+        assert sorted(told) == sorted(f"{key} has ended" for key, _ in ends)
 
     run(job())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -36,6 +37,7 @@ from hurray_rdma.control import (
     Acknowledged,
     AllEnded,
     Channel,
+    ErrorCode,
     Event,
     Fetch,
     Fetched,
@@ -48,10 +50,14 @@ from hurray_rdma.control import (
     Take,
     Taken,
     TensorData,
+    encode,
     serve,
 )
+from hurray_rdma.control.exchange import Abort, Quiet
+from hurray_rdma.engine import serving
 from hurray_rdma.engine.compat import announcement
 from hurray_rdma.engine.fetching import FetchedSnapshot
+from hurray_rdma.engine.serving import Delivery
 from hurray_rdma.engine.taking import Taking
 from hurray_rdma.format import Dialect
 from hurray_rdma.transport import Context
@@ -335,6 +341,73 @@ def test_readers_that_take_nothing_cost_no_memory_and_harm_nobody(there: Context
                 for _ in range(20):
                     told = await hand.expect(AbortRequested)
                     assert isinstance(told.error, LeaseExpiredError)
+
+    run(job())
+
+
+def test_pulls_that_a_reader_ends_itself_are_not_kept_until_it_reads(there: Context, here: Context) -> None:
+    """It could ask for more and more of them, each with a table of its own."""
+
+    async def job() -> None:
+        async with scene(there, here) as s, shaken(s.publisher.address) as hand:
+            await hand.expect(PoolsAnnounced)
+            first = await asked_by(hand, "all")
+            assert hand.channel is not None
+            transport: Any = hand.channel._transport
+            transport.pause_reading()
+            take(hand, first)
+            publishing = s.publisher._reception.publishing  # type: ignore[union-attr]
+            (link,) = (link for link in s.publisher._reception._links if link.peer.engine_name == "hand")  # type: ignore[union-attr]
+
+            async def said(message: Any, transfer_id: int, *, is_read: bool) -> None:
+                transport.write(encode(message, transfer_id))
+                await eventually(lambda: ((link, transfer_id) in publishing._readings) is is_read)
+
+            for transfer_id in range(100, 2100, 100):
+                fetch = Fetch(key="all", deadline_s=20, path="frames", num_streams=16)
+                await said(fetch, transfer_id, is_read=True)
+                what = Take(page_size=16, head_offset=0, num_heads=8, resident=np.zeros(64, np.bool_))
+                await said(what, transfer_id, is_read=True)
+                transport.write(encode(Abort(ErrorCode.ABORTED, "not wanted"), transfer_id))
+                await said(Quiet(), transfer_id, is_read=False)
+            held = [each.transfer_id for each in gc.get_objects() if isinstance(each, Delivery)]
+            assert held == [first]
+            transport.write(encode(Abort(ErrorCode.ABORTED, "not wanted"), first))
+            await said(Quiet(), first, is_read=False)
+            assert not any(isinstance(each, Delivery) for each in gc.get_objects())
+
+    run(job())
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room for the plan"), RuntimeError("a defect")], ids=["memory", "defect"]
+)
+def test_a_pull_that_breaks_at_its_source_is_told_and_the_others_go_on(
+    error: Exception, there: Context, here: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packer_of, broken = serving._packer_of, [error]
+
+    def packer(delivery: Delivery) -> Any:
+        if broken:
+            raise broken.pop()
+        return packer_of(delivery)
+
+    monkeypatch.setattr(serving, "_packer_of", packer)
+
+    async def job() -> None:
+        async with scene(there, here, SPEC, 32) as s:
+            fetches = [asyncio.create_task(s.peer.fetch("all")) for _ in range(3)]
+            for fetching in fetches:
+                await asyncio.wait((fetching,))
+            (failure,) = (fetching.exception() for fetching in fetches if fetching.exception() is not None)
+            assert isinstance(failure, HurrayError)
+            assert type(error).__name__ in str(failure)
+            for fetching in fetches:
+                if fetching.exception() is None:
+                    with fetching.result() as fetched:
+                        assert digest(fetched) == digest(s.whole)
+            assert s.publisher.stats().serve.failures == {"HurrayError": 1}
+            assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
 
     run(job())
 
