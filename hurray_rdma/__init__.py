@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrival",
     "CacheSpec",
+    "DeviceUnavailableError",
     "Engine",
     "EngineCollector",
     "EngineStats",
