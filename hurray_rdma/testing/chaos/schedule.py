@@ -246,11 +246,14 @@ class _Drawer:
                 sends.append((sender, self._fetch() if how == "fetch" else self._send(how, pause_s=pause_s)))
         elif kind == "more senders than pages":
             all_succeed = True
-            # Large ones take a busy machine long to make, and their leases run meanwhile.
-            fewest, most = (6, 10) if self._cast.size == "small" else (3, 4)
+            # Large ones take a busy machine long to make, and their leases run meanwhile; so do many at once.
+            roomy = self._cast.ahead_for_all
+            fewest, most = (6, 10) if self._cast.size == "small" and not roomy else (3, 4)
+            num_pages = self._cast.receiver_pages // 3 if roomy else None
             for sender in range(self._cast.num_senders):
                 count = dice.randint(fewest, most)
-                sends += [(sender, self._send(hold_s=0.005, timeout_s=10.0)) for _ in range(count)]
+                some = [self._send(hold_s=0.005, num_pages=num_pages, timeout_s=10.0) for _ in range(count)]
+                sends += [(sender, send) for send in some]
         elif kind == "the pool is registered anew":
             all_succeed = True
             blow = Blow("reregister", "receiver", round(dice.uniform(0, 0.01), 5))
