@@ -23,6 +23,7 @@ from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.remote_pools import RemotePools
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.format import DeviceTag, Dialect, encode_many
+from hurray_rdma.transport import Path
 from tests.engine.hands import Hand, shaken
 from tests.hazards.scenes import SPEC, make_pool, run, snapshot_of
 
@@ -135,3 +136,26 @@ def test_a_fetch_takes_pages_of_another_kind_of_device_only_into_a_pool_that_is_
                 engine._pool_for(SPEC, "cuda:0")
 
     run(job())
+
+
+class StagedMemory:
+    """A region that UCX reaches through the host only."""
+
+    def lane_from(self, device: str) -> str:
+        return "sysv" if device == "cpu" else "tcp (staged)"
+
+    def path_from(self, device: str) -> Path:
+        return Path.MAPPED if device == "cpu" else Path.PUT
+
+
+def test_a_lane_through_the_host_is_warned_of_once(pool: PagePool, caplog: pytest.LogCaptureFixture) -> None:
+    remotes = told_of(announced(pool, 0, "", "cpu"))
+    (remote,) = remotes.all()
+    remotes._open[0] = replace(remote, memories=(StagedMemory(),))
+    assert remotes.pool_for(SPEC, None, device="cpu").lane == "sysv"
+    assert caplog.text == ""
+    for _ in range(2):
+        seen = remotes.pool_for(SPEC, "default", device="cuda:1")
+        assert (seen.lane, seen.path) == ("tcp (staged)", "put")
+    (record,) = caplog.records
+    assert "from cuda:1 to cpu travel over tcp (staged)" in record.getMessage()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hurray_rdma import GeometryError
@@ -25,6 +25,7 @@ class OnDevice(DeviceArray):
 TABLES = st.lists(st.integers(-2, 12), max_size=30)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(TABLES, st.sampled_from(["int32", "int64"]), st.booleans())
 def test_a_table_is_judged_on_a_device_as_on_the_host(pages: list[int], dtype: str, two_axes: bool) -> None:
     table = np.array(pages, dtype).reshape((1, -1) if two_axes else -1)
@@ -43,6 +44,7 @@ def test_a_table_is_judged_on_a_device_as_on_the_host(pages: list[int], dtype: s
     assert any(f"block_table[{at}] = {pages[at]}: " in str(on_device.value) for at in wild)
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(TABLES, st.sets(st.integers(0, 9)))
 def test_entries_among_some_pages_are_found_where_the_table_is(pages: list[int], some: set[int]) -> None:
     table, page_ids = np.array(pages, np.int64), np.array(sorted(some), np.uint32)
