@@ -5,6 +5,7 @@ Knows pools and snapshots by name; what one group is, is in their own modules.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -91,9 +92,10 @@ class PoolGroups(Mapping[str, PagePool]):
         return self._home[role, layer]
 
     def close(self) -> None:
-        """Closes every pool. Idempotent."""
-        for pool in self._pools.values():
-            pool.close()
+        """Closes every pool, whatever becomes of the others; errors as of `PagePool.close`. Idempotent."""
+        with contextlib.ExitStack() as closing:
+            for pool in self._pools.values():
+                closing.callback(pool.close)
 
     def __enter__(self) -> PoolGroups:
         return self

@@ -6,6 +6,7 @@ each page is and, through its allocator, who holds it; it knows nothing of seque
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -302,7 +303,9 @@ class PagePool:
 
         Raises:
             DeadlineExceededError: they did not end in time; nothing was done.
-            RegistrationError: the pool is closed, a region is in use, or UCX refuses: some regions may be renewed.
+            RegistrationError: the pool is closed, a region is in use, or UCX refuses: some regions may be renewed, as
+                their ``num_renewals`` tell.
+            TransportError: CUDA does not let go of page-locked memory; the same.
         """
         self._check_open("renew")
         with self.gate.renewal(timeout_s=timeout_s):
@@ -312,11 +315,16 @@ class PagePool:
                 region.renew()
 
     def close(self) -> None:
-        """Deregisters the memory; peers can reach none of it any more. Idempotent."""
+        """Deregisters the memory; peers can reach none of it any more. Idempotent.
+
+        Raises:
+            TransportError: CUDA does not let go of page-locked memory; all of it is deregistered all the same.
+        """
         if not self._closed:
             self._closed = True
-            for region in self._regions:
-                region.close()
+            with contextlib.ExitStack() as closing:
+                for region in self._regions:
+                    closing.callback(region.close)
 
     def __enter__(self) -> PagePool:
         return self

@@ -159,7 +159,8 @@ class AheadGrants:
     def __init__(self, route: Route, *, tally: Tally) -> None:
         self._route = route
         self._tally = tally
-        self._grants: dict[int, list[_AheadGrant]] = {}
+        self._grants: dict[tuple[int, str], list[_AheadGrant]] = {}
+        """By the peer's pool, and the device of the pages that go there."""
         self._ask_from: dict[int, float] = {}
 
     async def send(
@@ -221,7 +222,9 @@ class AheadGrants:
     def _take(self, remote: RemotePool, num_pages: int) -> _AheadGrant | None:
         """The smallest that is large enough."""
         grants = self._held(remote)
-        ready = [grant for grant in grants if grant.ready and grant.remote is remote and grant.num_pages >= num_pages]
+        ready = [
+            grant for grant in grants if grant.ready and grant.remote.same(remote) and grant.num_pages >= num_pages
+        ]
         if not ready:
             return None
         taken = min(ready, key=lambda grant: grant.num_pages)
@@ -244,7 +247,7 @@ class AheadGrants:
 
     def _held(self, remote: RemotePool) -> list[_AheadGrant]:
         """Those of a pool that are there, or asked for."""
-        grants = self._grants.setdefault(remote.pool.pool_id, [])
+        grants = self._grants.setdefault((remote.pool.pool_id, remote.device), [])
         for grant in grants:
             self._note_end(grant)
         grants[:] = [grant for grant in grants if not grant.over]

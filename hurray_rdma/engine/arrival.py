@@ -100,8 +100,8 @@ class Arrival:
         # A layer is in place when every head of every role is: one sender may have all of them, or a slice.
         self._missing = dict.fromkeys(spec.layer_indices, spec.num_heads * len(spec.roles))
         self._layers = {layer: asyncio.Event() for layer in spec.layer_indices}
-        self._gates: dict[int, list[Gate]] = {layer: [] for layer in spec.layer_indices}
-        """What CUDA streams wait for."""
+        self._gates: dict[int, dict[Gate, asyncio.TimerHandle]] = {layer: {} for layer in spec.layer_indices}
+        """What CUDA streams wait for, and until when."""
         self._complete = asyncio.Event()
         self._error: HurrayError | None = None
 
@@ -167,15 +167,18 @@ class Arrival:
         except BaseException:
             gate.open()
             raise
-        self._gates[layer].append(gate)
-        asyncio.get_running_loop().call_later(timeout_s, gate.open)
+        self._gates[layer][gate] = asyncio.get_running_loop().call_later(timeout_s, self._open, layer, gate)
+
+    def _open(self, layer: int, gate: Gate) -> None:
+        self._gates[layer].pop(gate).cancel()
+        gate.open()
 
     def _set(self, layers: Iterable[int]) -> None:
         """Whoever waits for these layers goes on: they are in place, or never will be."""
         for layer in layers:
             self._layers[layer].set()
-            while self._gates[layer]:
-                self._gates[layer].pop().open()
+            for gate in list(self._gates[layer]):
+                self._open(layer, gate)
 
     def release(self) -> None:
         """Gives the pages back; one that is still arriving is aborted first. Harmless when repeated."""

@@ -278,7 +278,9 @@ class Engine:
         Raises:
             ConfigError: there is no such pool.
             DeadlineExceededError: transfers are still under way; nothing was done.
-            RegistrationError: UCX refuses; the pool is as it was.
+            RegistrationError: UCX refuses. The pool is as it was; or some of its arrays are renewed, peers know of it,
+                and another call renews the rest.
+            TransportError: CUDA does not let go of page-locked memory; the same.
         """
         await self._receiving().reregister(name, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 

@@ -56,6 +56,10 @@ class RemotePool:
         """The same pool, to or from pages on a device."""
         return self if device == self.device else replace(self, device=device)
 
+    def same(self, other: RemotePool) -> bool:
+        """Whether both are of one announcement, seen from one device."""
+        return self.memories is other.memories and self.device == other.device
+
     @property
     def lane(self) -> str:
         """UCX transport that carries pages."""

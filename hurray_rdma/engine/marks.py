@@ -33,10 +33,16 @@ class Mark:
         self._passed.set_running_or_notify_cancel()  # nobody who waits for it may cancel it
         pool.regions[0].context.streams.mark(stream, index=device_of(pool, stream), told=self._told)
 
-    @property
-    def done(self) -> bool:
-        """Whether the work has run, or failed."""
-        return self._passed.done()
+    def has_passed(self) -> bool:
+        """Whether the work has run.
+
+        Raises:
+            TransportError: it failed, as CUDA says.
+        """
+        if not self._passed.done():
+            return False
+        self._passed.result()
+        return True
 
     def passed(self) -> asyncio.Future[None]:
         """Done when the work has run; fails with what CUDA says of it. For tasks of the running loop."""

@@ -23,7 +23,7 @@ from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.refreshing import Refreshing
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.transfer import Transfer
-from hurray_rdma.errors import DeadlineExceededError, PeerLostError
+from hurray_rdma.errors import DeadlineExceededError, PeerLostError, TransportError
 from hurray_rdma.transport import LaneReport
 
 __all__ = ["Peer"]
@@ -208,7 +208,11 @@ class Peer:
         check_context(snapshot.pool, self._surroundings.context)
         mark = mark_of(snapshot.pool, stream)
         connection = self._connection
-        ready = mark is None or mark.done
+        try:
+            ready = mark is None or mark.has_passed()
+        except TransportError as error:
+            self._surroundings.tally.failed("send", error)
+            raise
         if ready and page_keys is None and connection is not None and not connection.lost:
             stats = await connection.ahead.send(snapshot, name, pool=pool, zero_tails=zero_tails, timeout_s=budget_s)
             if stats is not None:
@@ -244,10 +248,11 @@ class Peer:
             HurrayError: as `send`; the groups that were not complete are aborted.
         """
         name = key if key is not None else uuid.uuid4().hex
+        marks = {group: mark_of(snapshot.pool, stream) for group, snapshot in snapshots.items()}
         async with contextlib.AsyncExitStack() as ending:
             transfers = {
                 group: await ending.enter_async_context(
-                    self.begin(snapshot, key=name, stream=stream, timeout_s=timeout_s)
+                    self.begin(snapshot, key=name, stream=marks[group], timeout_s=timeout_s)
                 )
                 for group, snapshot in snapshots.items()
             }

@@ -219,14 +219,16 @@ class Receiver:
                 value=timeout_s,
             ) from None
 
-    def renewed(self, links: Iterable[Link]) -> None:
-        """The pool has been registered anew: what peers had of it is void, and they are told of the new one."""
+    def renewed(self, links: Iterable[Link], *, whole: bool) -> None:
+        """The pool, or some of it, has been registered anew: peers are told, and what they had of the whole is void."""
         self.generation += 1
         for link in links:
             self.announce(link)
         # Refused only now, so that a sender that hears it knows what to offer to instead.
         for waiting in self._waiting.remove_all():
             self._refuse(*waiting.key, self._stale(waiting.offer))
+        if not whole:
+            return
         revoked = {Reach.KEY}
         if all(region.allocated for region in self.pool.regions):
             revoked.add(Reach.MAPPING)

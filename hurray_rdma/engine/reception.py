@@ -225,7 +225,8 @@ class Reception:
 
         Raises:
             ConfigError: there is no such pool.
-            DeadlineExceededError, RegistrationError: nothing was done.
+            DeadlineExceededError: nothing was done.
+            RegistrationError, TransportError: as of `Engine.reregister`.
         """
         receiver, deadline = self._named(name), time.monotonic() + timeout_s
         await receiver.settle(timeout_s)
@@ -235,9 +236,16 @@ class Reception:
     async def _renew(self, receiver: Receiver, timeout_s: float) -> None:
         try:
             self.publishing.revoke(receiver.pool, StaleGenerationError("the pool is being registered anew"))
-            await asyncio.to_thread(receiver.pool.renew, timeout_s=timeout_s)
-            receiver.renewed(list(self._links))
-            self._look_owing()
+            regions = receiver.pool.regions
+            before = [region.num_renewals for region in regions]
+            try:
+                await asyncio.to_thread(receiver.pool.renew, timeout_s=timeout_s)
+            finally:
+                # Where it fails half-way, peers must hear of the new rkeys, and have old ones of the rest.
+                renewed = [region.num_renewals > count for region, count in zip(regions, before, strict=True)]
+                if any(renewed):
+                    receiver.renewed(list(self._links), whole=all(renewed))
+                    self._look_owing()
         finally:
             receiver.resume()
 

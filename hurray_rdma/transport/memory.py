@@ -7,13 +7,14 @@ the other.
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.errors import RegistrationError
+from hurray_rdma.errors import RegistrationError, TransportError
 from hurray_rdma.transport.binding import native
 from hurray_rdma.transport.devices import Backing, device_index, host_backing
 from hurray_rdma.transport.envelope import seal
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from hurray_rdma.transport.context import Context
 
 __all__ = ["Region", "RemoteRegion", "copy_local"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Region:
         """``"cpu"`` or ``"cuda:N"``."""
         self.backing = backing
         """What kind of memory of the device it is."""
+        self.num_renewals = 0
+        """How often `renew` has replaced its registration."""
         self._pinned = False
         """By `pin`, here."""
 
@@ -128,7 +133,7 @@ class Region:
                 self.context.driver.flush_remote_writes(scope)
 
     def pin(self) -> None:
-        """Page-locks host memory that UCX allocated; `renew` keeps it so.
+        """Page-locks host memory that UCX allocated; `renew` keeps it so, if CUDA lets it.
 
         Raises:
             TransportError: there is no CUDA driver, or it refuses.
@@ -144,8 +149,16 @@ class Region:
 
     def _unpin(self) -> None:
         if self._pinned:
-            self._pinned = False
+            self._pinned, self.backing = False, Backing.PLAIN
             self.context.driver.unpin(self.seen_address)
+
+    def _pin_again(self, backing: Backing) -> None:
+        """Or leaves it as ordinary memory, which works as well, and slower."""
+        try:
+            self.pin()
+            self.backing = backing
+        except TransportError as error:
+            _log.warning("%r is page-locked no more, and copies to and from GPUs are slower: %s", self, error)
 
     def array(self) -> NDArray[np.uint8]:
         """The bytes, uint8 ``[nbytes]``, writable, host memory only; keeps the region's memory alive.
@@ -166,23 +179,23 @@ class Region:
 
         Raises:
             RegistrationError: the region is closed or in use, or UCX refuses; it is as it was.
+            TransportError: CUDA does not let go of page-locked memory; it was not renewed.
         """
         self.check_renewable()
-        old, pinned = self.memory, self._page_locked()
+        old, backing, pinned = self.memory, self.backing, self._page_locked()
         if pinned:  # which holds the pages that are to be replaced: devices would go on to copy those
             self._pinned = True
             self._unpin()
         try:
             self._memory = self.context.remake(self)
+            self.num_renewals += 1
+            if not self.allocated:
+                self._seen = self._memory
+            if old is not self._seen:
+                old.close()
         finally:
             if pinned:
-                backing = self.backing
-                self.pin()
-                self.backing = backing
-        if not self.allocated:
-            self._seen = self._memory
-        if old is not self._seen:
-            old.close()
+                self._pin_again(backing)
 
     def check_renewable(self) -> None:
         """Raises if `renew` cannot be.
@@ -199,10 +212,15 @@ class Region:
             )
 
     def close(self) -> None:
-        """Deregisters (``ucp_mem_unmap``): rkeys of it are void from now on. Idempotent."""
-        self._unpin()
-        self._memory.close()
-        self._seen.close()
+        """Deregisters (``ucp_mem_unmap``): rkeys of it are void from now on. Idempotent.
+
+        Raises:
+            TransportError: CUDA does not let go of page-locked memory; it is deregistered all the same.
+        """
+        with contextlib.ExitStack() as steps:  # one that fails keeps none from being taken
+            steps.callback(self._seen.close)
+            steps.callback(self._memory.close)
+            steps.callback(self._unpin)
 
     def __repr__(self) -> str:
         state = " [closed]" if self.closed else ""

@@ -124,7 +124,7 @@ class StreamWatch:
                     self._thread = None
                     return
                 watched = list(self._watched)
-            ended = [each for each in watched if self._look(each)]
+            ended = {each for each in watched if self._look(each)}
             with self._changed:
                 self._watched = [each for each in self._watched if each not in ended]
                 pause_s = _FIRST_LOOK_S if ended else min(2 * pause_s, _LONGEST_LOOK_S)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hurray_rdma.cache import CacheSpec, PagePool, Part, Segment
-from hurray_rdma.errors import GeometryError, RegistrationError
+from hurray_rdma.errors import GeometryError, RegistrationError, TransportError
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, head_dim=4, page_size=3, dtype="float32")
 PAGES = 5
@@ -239,3 +239,18 @@ def test_scales_are_neither_forgotten_nor_uncalled_for() -> None:
         PagePool.from_arrays(SPEC, arrays(), scales=scales)
     with pytest.raises(GeometryError, match=r"scales\['key'\]\[0\]\.dtype = 'float32': must be float16"):
         PagePool.from_arrays(QUANTIZED, pages, scales=quantized(np.float32, 4), zero_points=quantized(np.int32, 4))
+
+
+def test_a_region_that_cannot_be_closed_keeps_none_of_the_others_open() -> None:
+    pool = PagePool.from_arrays(SPEC, arrays())
+    first, *others = pool.regions
+
+    def refuse() -> None:
+        raise TransportError("unpin: refused")
+
+    close, first.close = first.close, refuse  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match="refused"):
+        pool.close()
+    assert pool.closed
+    assert all(region.closed for region in others)
+    close()

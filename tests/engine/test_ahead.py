@@ -14,6 +14,8 @@ import pytest
 
 from hurray_rdma import CacheSpec, Engine, GeometryError, PagePool, Snapshot
 from hurray_rdma.cache import snapshot_keys
+from hurray_rdma.engine import connection as routes
+from hurray_rdma.engine.exchange import RemotePool
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context
 from tests.engine import test_unlike as unlike
@@ -44,6 +46,28 @@ from tests.hazards.scenes import (
 )
 
 # One message each way.
+
+
+def test_pages_granted_ahead_are_used_from_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages are the host's here; where they are said to be counts."""
+    devices, pool_for = ["cuda:0"], routes.Connection.pool_for
+
+    def seen_from(route: routes.Connection, spec: CacheSpec, _: str | None, *, device: str) -> RemotePool:
+        return pool_for(route, spec, "default", device=devices[0])
+
+    async def job() -> None:
+        monkeypatch.setattr(routes.Connection, "pool_for", seen_from)
+        async with receiving(ahead_pages=64) as (engine, _, taking):
+            with make_pool(SPEC, 64) as pool:
+                fill(pool, 1)
+                async with sending(engine.address, pool) as (_, peer, traffic):
+                    for device in ("cuda:0", "cuda:1", "cpu"):
+                        devices[0] = device
+                        await until_granted_ahead(peer, snapshot_of(pool, [3, 1]), traffic)
+                    assert traffic["RESERVE"] <= 2 * 3 * 2
+                    assert {outcome for _, outcome in taking.taken} == {digest(snapshot_of(pool, [3, 1]))}
+
+    run(job())
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hurray_rdma import DeadlineExceededError, Engine, PagePool, PeerLostError, TransferAbortedError
+from hurray_rdma import (
+    DeadlineExceededError,
+    Engine,
+    PagePool,
+    PeerLostError,
+    RegistrationError,
+    TransferAbortedError,
+)
 from hurray_rdma.control import Granted, PoolAnnounced, PoolRemoved, PoolsAnnounced, Refused, StaleGenerationError
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import Context, RemoteRegion, StopFlag, default_context
+from hurray_rdma.transport import Context, Region, RemoteRegion, StopFlag, default_context
 from tests.engine.hands import shaken
 from tests.hazards.scenes import (
     SPEC,
@@ -472,6 +479,48 @@ def test_a_peer_that_is_lost_in_a_renewal_is_lost_only() -> None:
                 except PeerLostError:
                     await leaving.send(snapshot_of(source, [2]))
                 (await anext(engine.arrivals())).release()
+                await settled(pool, 8, 0, 0)
+
+    run(job())
+
+
+def test_a_renewal_that_fails_half_way_has_a_generation_and_brings_no_page_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remake, remade = Context.remake, []
+
+    def at_first_only(context: Context, region: Region) -> Any:
+        remade.append(region)
+        if len(remade) == 2:
+            raise RegistrationError("no memory")
+        return remake(context, region)
+
+    async def job() -> None:
+        with make_pool(SPEC, 8, "caller's") as pool, make_pool(SPEC, 8) as source:
+            fill(source, 8)
+            async with (
+                Engine(pool, listen="127.0.0.1:0", timeout_s=10, lease_s=0.2) as engine,
+                shaken(engine.address, says_quiet=False) as hand,
+            ):
+                hand.offer(snapshot_of(source, [1, 2, 3]), path="put", lane="rc_mlx5")
+                (await anext(engine.arrivals())).abort()
+                await settled(pool, 5, 0, 3)  # it is silent, and a network card may still write
+                monkeypatch.setattr(Context, "remake", at_first_only)
+                await hand.expect(PoolsAnnounced)
+                with pytest.raises(RegistrationError, match="no memory"):
+                    await engine.reregister()
+                assert engine.stats().generations == {"default": 2}
+                assert (await hand.expect(PoolAnnounced)).pool.generation == 2
+                assert [region.num_renewals for region in pool.regions] == [1, 0, 0, 0]
+                assert counts(pool) == (5, 0, 3)
+                async with connected(source, engine.address, timeout_s=10) as peer:
+                    sent = snapshot_of(source, [4, 5])
+                    await peer.send(sent)
+                    arrival = await anext(engine.arrivals())
+                    assert digest(await arrival.snapshot()) == digest(sent)
+                    arrival.release()
+                await engine.reregister()
+                assert engine.stats().generations == {"default": 3}
                 await settled(pool, 8, 0, 0)
 
     run(job())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hurray_rdma import Arrival, Engine, PagePool
+from hurray_rdma.engine.marks import Mark
 from hurray_rdma.errors import ConfigError, DeadlineExceededError, HurrayError, TransferAbortedError, TransportError
 from hurray_rdma.transport import Context
 from tests.hazards.scenes import SPEC, digest, fill, make_pool, run, settled, snapshot_of
@@ -135,6 +136,34 @@ def test_failed_kernels_end_the_transfer_on_both_sides(
     run(job())
 
 
+def test_kernels_that_have_failed_already_send_nothing(
+    driver: RecordedDriver, context: Context, source: PagePool
+) -> None:
+    """Also not into pages that were granted ahead."""
+
+    async def job() -> None:
+        with make_pool(SPEC, 32, context=context) as dest:
+            async with (
+                Engine(dest, listen="127.0.0.1:0", ahead_pages=8) as receiver,
+                Engine(source) as sender,
+                sender.connect(receiver.address) as peer,
+            ):
+                snapshot = snapshot_of(source, [3, 1])
+                await peer.send(snapshot)
+                (await first(receiver)).release()
+                await settled(dest, 24, 8, 0)  # which are granted
+                driver.fails = True
+                mark = Mark(source, Stream())
+                with pytest.raises(TransportError, match="illegal memory access"):
+                    await mark.passed()
+                with pytest.raises(TransportError, match="illegal memory access"):
+                    await peer.send(snapshot, stream=mark)
+                assert receiver.stats().receive.num_transfers == 1
+                assert dict(sender.stats().send.failures) == {"TransportError": 1}
+
+    run(job())
+
+
 def test_kernels_that_never_end_cost_no_more_than_the_deadline(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
@@ -250,6 +279,29 @@ def test_a_stream_waits_for_a_layer_without_the_host(driver: RecordedDriver, sou
     run(job())
 
 
+def test_nothing_is_left_of_waits_that_are_over(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            async with peer.begin(snapshot_of(source, [3, 1])) as transfer:
+                arrival = await first(receiver)
+                await wait(arrival, 0, timeout_s=1000)
+                await wait(arrival, 1, timeout_s=0.01)
+                (timer,) = arrival._gates[0].values()
+                await until(lambda: words(driver)[1] == (1, 1))
+                assert not arrival._gates[1], "its time is up"
+                await transfer.send_rest()
+            await arrival.snapshot()
+            assert timer.cancelled(), "its layer has come"
+            assert not arrival._gates[0]
+            arrival.release()
+
+    run(job())
+
+
 def test_a_stream_goes_on_when_the_arrival_fails_or_takes_too_long(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
@@ -272,6 +324,31 @@ def test_a_stream_goes_on_when_the_arrival_fails_or_takes_too_long(
             assert words(driver) == [(1, 1)] * 2
             with pytest.raises(HurrayError):
                 await wait(arrival, 0)
+
+    run(job())
+
+
+def test_groups_wait_for_what_was_queued_when_they_were_sent(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    """Not for what is queued while they wait for pages."""
+
+    async def job() -> None:
+        held = dest.allocator.lease(8)
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            groups: Any = {"all": snapshot_of(source, [3, 1])}
+            sending = asyncio.create_task(peer.send_groups(groups, stream=Stream()))
+            await until(lambda: receiver.stats().num_waiting == 1)
+            assert driver.calls == [("record", 7, 1)]
+            driver.passed_after = 0
+            held.release()
+            await sending
+            assert [call[0] for call in driver.calls] == ["record", "destroy"]
+            (await first(receiver)).release()
 
     run(job())
 

@@ -22,6 +22,8 @@ class RecordedDriver:
     """How often an event is asked before it has passed."""
     fails: bool = False
     """Whether kernels have failed: every event tells."""
+    refuses: set[str] = field(default_factory=set)
+    """Calls that fail: "pin", "unpin"."""
     calls: list[tuple[object, ...]] = field(default_factory=list)
     words: list[Words] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
@@ -69,6 +71,12 @@ class RecordedDriver:
 
     def pin(self, address: int, nbytes: int) -> None:
         self.calls.append(("pin", address, nbytes))
+        self._may("pin")
 
     def unpin(self, address: int) -> None:
         self.calls.append(("unpin", address))
+        self._may("unpin")
+
+    def _may(self, call: str) -> None:
+        if call in self.refuses:
+            raise TransportError(f"{call}: out of memory", status=2)

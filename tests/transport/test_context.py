@@ -9,15 +9,17 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import Context, default_context
+from hurray_rdma.transport import Backing, Context, Region, default_context
 from hurray_rdma.transport.binding import BoundContext
 from hurray_rdma.transport.mappings import ucx_copies
+from tests.transport.recorded import RecordedDriver
 
 
 def test_allocated_memory_is_zero_and_outlives_its_region_while_viewed() -> None:
@@ -180,3 +182,51 @@ def test_a_pinned_region_needs_a_driver_and_leaves_nothing_without_one() -> None
         pytest.skip("there is a GPU here")
     with pytest.raises(TransportError, match="there is no CUDA driver"):
         context.allocate(1 << 20, pinned=True)
+
+
+def pinned_region(driver: RecordedDriver) -> Region:
+    context = Context()
+    context.__dict__["driver"] = driver  # in the place of the machine's
+    return context.allocate(1 << 16, pinned=True)
+
+
+def test_memory_that_cannot_be_pinned_again_is_renewed_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    driver = RecordedDriver()
+    region = pinned_region(driver)
+    old, array = region.remote(), region.array()
+    array[:] = 7
+    driver.refuses = {"pin"}
+    region.renew()
+    assert (region.num_renewals, region.backing) == (1, Backing.PLAIN)
+    assert region.remote() != old
+    assert (array == 7).all()
+    assert "page-locked no more" in caplog.text
+    region.close()
+    assert [call[0] for call in driver.calls] == ["pin", "unpin", "pin"]
+
+
+def test_memory_that_ucx_cannot_replace_stays_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = RecordedDriver()
+    region = pinned_region(driver)
+    old = region.remote()
+
+    def refuse(*_: object) -> NoReturn:
+        raise RegistrationError("no memory")
+
+    monkeypatch.setattr(Context, "remake", refuse)
+    with pytest.raises(RegistrationError, match="no memory"):
+        region.renew()
+    assert (region.num_renewals, region.backing) == (0, Backing.PINNED)
+    assert region.remote() == old
+    region.close()
+    assert [call[0] for call in driver.calls] == ["pin", "unpin", "pin", "unpin"]
+
+
+def test_memory_that_cuda_does_not_let_go_of_is_deregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = RecordedDriver()
+    region = pinned_region(driver)
+    driver.refuses = {"unpin"}
+    with pytest.raises(TransportError, match="unpin"):
+        region.close()
+    assert region.closed
+    region.close()

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from hurray_rdma.errors import ConfigError, HurrayError, TransportError
+from hurray_rdma.transport import streams
 from hurray_rdma.transport.streams import Gates, StreamWatch, stream_device, stream_handle
 from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
 
@@ -64,6 +65,28 @@ def test_the_event_is_recorded_at_once_in_the_context_of_the_device() -> None:
 
 def test_many_streams_are_watched_together() -> None:
     assert told_of(RecordedDriver(passed_after=20), count=8) == [None] * 8
+
+
+def test_what_has_passed_is_not_looked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    class Watched(streams._Watched):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return self is other
+
+    monkeypatch.setattr(streams, "_Watched", Watched)
+    driver, told = RecordedDriver(passed_after=1 << 60), queue.SimpleQueue[HurrayError | None]()
+    watch = StreamWatch(driver)
+    for number in range(200):
+        watch.mark(number + 20, index=3, told=told.put)
+    driver.passed_after = 0  # all of them at once
+    for _ in range(200):
+        assert told.get(timeout=10) is None
+    assert compared < 200
 
 
 def test_failed_kernels_are_told_and_end_the_watch() -> None:
