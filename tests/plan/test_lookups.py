@@ -62,3 +62,16 @@ def test_pages_of_another_pool_and_arrays_of_nobody_are_refused() -> None:
         check_table([1, 2], num_pages=3)
     with pytest.raises(GeometryError, match="is no NumPy, CuPy or torch array"):
         entries_among([1, 2], np.empty(0, np.uint32), num_pages=3)
+
+
+@pytest.mark.llm
+def test_torch_tables_are_judged_and_looked_up_as_on_the_host() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.int32, torch.int64):
+        table = torch.tensor([[5, 2], [5, 7]], dtype=dtype)
+        check_table(table, num_pages=9)
+        found = entries_among(table, np.array([2, 7], np.uint32), num_pages=9)
+        assert torch.equal(found, torch.tensor([[False, True], [False, True]]))
+        table[1, 0] = 9
+        with pytest.raises(GeometryError, match=r"block_table\[2\] = 9: is not below num_pages 9"):
+            check_table(table, num_pages=9)
