@@ -63,6 +63,7 @@ class Channel(asyncio.BufferedProtocol):
         self._heard_end = False
         self._shutting = False
         self._delivering = False
+        self._told_end = False
         self._failure: Exception | None = None
         self._lost: asyncio.Future[None] = self._loop.create_future()
 
@@ -134,6 +135,9 @@ class Channel(asyncio.BufferedProtocol):
         self._delivering = True
         try:
             for event in events:
+                if self._told_end:
+                    break  # the handler of an earlier one has cut the connection
+                self._told_end = isinstance(event, SessionClosed)
                 try:
                     self._on_event(event)
                 except Exception as error:

@@ -577,6 +577,36 @@ def test_a_handler_that_raises_hears_of_the_end_all_the_same(
     run(main())
 
 
+def test_a_handler_that_cuts_the_connection_hears_of_nothing_after_the_end(
+    make_config: MakeConfig, make_pool: Callable[..., Pool]
+) -> None:
+    """What came with the same bytes would be kept for a peer that is gone."""
+
+    async def main() -> None:
+        heard: list[type[Event]] = []
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers)
+
+        def hear(event: Event) -> None:
+            heard.append(type(event))
+            if isinstance(event, PoolAnnounced):
+                channel.abort()
+
+        channel = await open_channel("127.0.0.1", listener.port, make_config(), timeout_s=5, on_event=hear)
+        receiver = await receivers.next()
+        heard.clear()
+        for generation in (3, 4):  # two messages in one write
+            receiver.channel.session.announce(make_pool(generation=generation), now=receiver.channel.now)  # type: ignore[attr-defined]
+        receiver.channel.notify()
+        await channel.wait_closed()
+        assert heard == [PoolAnnounced, SessionClosed]
+        await receiver.next(SessionOpened)
+        await receiver.next(SessionClosed)
+        await listener.close()
+
+    run(main())
+
+
 def test_cancelling_an_open_leaves_nothing(make_config: MakeConfig) -> None:
     async def main() -> None:
         silent = await asyncio.start_server(_say_nothing, "127.0.0.1", 0)
