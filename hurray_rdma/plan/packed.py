@@ -61,7 +61,7 @@ def pack(
     places[np.argsort(stays, kind="stable")] = np.arange(page_map.num_pages, dtype=np.uint32)
     num_sent = page_map.num_pages - int(stays.sum())
     layout = _packed(source.spec, dest, max(1, page_map.num_pages), num_sent=num_sent)
-    return plan_transfer(source, layout, page_map, places, resident=stays, zero_tails=zero_tails)
+    return plan_transfer(source, layout, page_map, places, resident=stays, zero_tails=zero_tails, in_stretches=True)
 
 
 def unpack(source: CacheSpec, dest: PoolLayout, page_ids: NDArray[np.uint32]) -> TransferPlan:
@@ -81,7 +81,7 @@ def unpack(source: CacheSpec, dest: PoolLayout, page_ids: NDArray[np.uint32]) ->
     one_each = np.arange(count + 1, dtype=np.uint32)
     full = np.full(count, size, np.uint32)
     page_map = map_pages(one_each[:-1], one_each, full, num_pages=max(1, count), src_page_size=size, dst_page_size=size)
-    return plan_transfer(layout, dest, page_map, page_ids)
+    return plan_transfer(layout, dest, page_map, page_ids, in_stretches=True)
 
 
 def _packed_spec(source: CacheSpec, dest: CacheSpec) -> CacheSpec:

@@ -40,7 +40,8 @@ class Program:
     zeros: Plan | None
     """Slots past the valid tokens, to be overwritten with zeros; all source offsets are 0: it reads from a buffer of
     zeros of `TransferPlan.zeros_nbytes`. None where nothing must be zeroed."""
-    _tiles: tuple[Tile, ...]
+    tiles: tuple[Tile, ...]
+    """What comes from the source's pages; places in the order of the page map's units."""
     _plan: tuple[Plan, ...] | None
 
     @property
@@ -48,13 +49,13 @@ class Program:
         """Operations of `plans`; an upper bound where a page is many pieces, some of which may meet."""
         if self._plan is not None:
             return sum(plan.num_operations for plan in self._plan)
-        return sum(tile.num_operations for tile in self._tiles)
+        return sum(tile.num_operations for tile in self.tiles)
 
     def plans(self) -> Iterator[Plan]:
         """What to write, in one plan, or in several of bounded size where a page is many pieces; none when nothing."""
         if self._plan is not None:
             return iter(self._plan)
-        return plans_of(self._tiles, num_pages=self.num_pages)
+        return plans_of(self.tiles, num_pages=self.num_pages)
 
 
 class Move(NamedTuple):
@@ -123,6 +124,7 @@ def plan_transfer(
     *,
     resident: NDArray[np.bool_] | None = None,
     zero_tails: bool = False,
+    in_stretches: bool = False,
 ) -> TransferPlan:
     """Plans all writes of one offer.
 
@@ -134,6 +136,7 @@ def plan_transfer(
         resident: which of them the receiver has, bool ``[page_map.num_pages]``: these are not written.
         zero_tails: whether slots past the valid tokens of a page arrive as zeros, and nothing of the source's leaves
             there; otherwise they are undefined.
+        in_stretches: whether a `Cutter` makes the operations, some at a time; otherwise they are made now, if not many.
 
     Raises:
         GeometryError: the two cannot exchange pages, or the grant does not fit the offer or the pool.
@@ -153,7 +156,7 @@ def plan_transfer(
         raise GeometryError(
             f"must be the {page_map.num_pages} pages of the offer", field="len(resident)", value=written.size
         )
-    planner = _Planner(source, dest, page_map, page_ids, written, zero_tails=zero_tails)
+    planner = _Planner(source, dest, page_map, page_ids, written, zero_tails=zero_tails, in_stretches=in_stretches)
     programs = planner.programs()
     times = planner.times
     return TransferPlan(
@@ -188,6 +191,7 @@ class _Planner:
         written: NDArray[np.bool_] | None,
         *,
         zero_tails: bool,
+        in_stretches: bool,
     ) -> None:
         self.heads = common_heads(source.spec, dest.spec)
         self.parts = parts_of(source.spec)
@@ -200,6 +204,7 @@ class _Planner:
         self._page_ids = page_ids
         self._written = written
         self._zero_tails = zero_tails
+        self._in_stretches = in_stretches
         self.num_pages = page_map.num_pages if written is None else int(np.count_nonzero(written))
         self._units: tuple[Uint32, ...] = (
             page_map.unit_src_pages,
@@ -253,7 +258,7 @@ class _Planner:
             )
             for num_tokens, units in self._by_tokens()
         ]
-        at_once = (
+        at_once = not self._in_stretches and (
             all(len(tile.src_pieces) == 1 for tile in tiles)
             or sum([tile.num_operations for tile in tiles]) <= MAX_OPERATIONS
         )
@@ -261,7 +266,7 @@ class _Planner:
             num_pages=self.num_pages,
             nbytes=sum([tile.nbytes for tile in tiles]),
             zeros=self._zeros(last - first, row_nbytes, dst, dst_head) if self._zero_tails else None,
-            _tiles=() if at_once else tuple(tiles),
+            tiles=tuple(tiles),
             _plan=tuple(plans_of(tiles, num_pages=self.num_pages)) if at_once else None,
         )
 
