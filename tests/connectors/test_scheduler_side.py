@@ -26,15 +26,17 @@ class FakeRequest:
 
 
 def side(blocks: dict[str, list[int]] | None = None, **settings: Any) -> SchedulerSide:
-    settings = {"block_size": BLOCK, "model": "m", "tp_size": 1, "lease_s": 60.0} | settings
+    settings = {"block_size": BLOCK, "layout": "rows", "model": "m", "tp_size": 1, "lease_s": 60.0} | settings
     made = SchedulerSide(block_ids_of=(blocks or {}).__getitem__, **settings)
     made.set_addresses(["host:1"] * settings["tp_size"])
     return made
 
 
 def remote(**changes: Any) -> dict[str, Any]:
-    params = RemotePrefill(key="k", addresses=("host:1",), num_tokens=10, model="m", lease_s=60.0).to_params()
-    return params | changes
+    told = RemotePrefill(
+        key="k", addresses=("host:1",), num_tokens=10, model="m", lease_s=60.0, block_size=BLOCK, layout="rows"
+    )
+    return told.to_params() | changes
 
 
 def test_a_prompt_is_published_in_the_step_that_computes_its_last_token() -> None:
@@ -145,6 +147,7 @@ def test_aborts_of_the_decode_side() -> None:
     [
         (remote(remote_model="other"), "model = 'other': of the prefill side; this side has 'm'"),
         (remote(remote_addresses=["a:1", "b:1"]), "tensor_parallel_size = 2: of the prefill side; this side has 1"),
+        (remote(remote_layout="cpu-amx"), "layout of the cache = 'cpu-amx': of the prefill side; this side has 'rows'"),
         (remote(remote_num_tokens=11), "remote_num_tokens = 11: is above the 10 tokens of the prompt here"),
         (remote(remote_num_tokens=0), "remote_num_tokens = 0: must be above 0"),
         (remote(remote_num_tokens=True), "kv_transfer_params.remote_num_tokens = True"),
@@ -165,6 +168,16 @@ def test_what_does_not_fit_is_refused_and_named(params: dict[str, Any], why: str
     (load,) = decode.take_step({}).load
     assert (load.remote, load.block_ids, load.num_present) == (None, [1, 2, 3], 1)
     assert why in load.refusal
+
+
+@pytest.mark.parametrize(("layout", "refused"), [("rows", False), ("cpu-vec", False), ("cpu-amx", True)])
+def test_blocks_of_another_size_are_taken_where_it_is_known_what_is_in_them(layout: str, refused: bool) -> None:
+    decode = side(layout=layout)
+    request = FakeRequest("d", remote(remote_block_size=8, remote_layout=layout))
+    decode.allocated(request, [1, 2, 3], 10)
+    (load,) = decode.take_step({}).load
+    assert ("block_size = 8: of the prefill side; this side has 4" in load.refusal) == refused
+    assert (load.remote is None) == refused
 
 
 def test_a_prompt_may_go_on_after_what_was_prefilled() -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hurray_rdma import GeometryError, PagePool
-from hurray_rdma.connectors.vllm.caches import pool_of
+from hurray_rdma.connectors.vllm.caches import Caches, pool_of
 from hurray_rdma.connectors.vllm.config import ConnectorConfig
-from hurray_rdma.connectors.vllm.handoff import RemotePrefill
+from hurray_rdma.connectors.vllm.handoff import Layout, RemotePrefill
 from hurray_rdma.connectors.vllm.steps import Load, Publish, Step
 from hurray_rdma.connectors.vllm.worker import Ended, WorkerSide
 
@@ -54,20 +54,19 @@ def fill(tensors: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def worker(tensors: dict[str, Any], *, listens: bool = False, **extra: Any) -> Iterator[tuple[WorkerSide, PagePool]]:
+def worker(
+    tensors: dict[str, Any], *, listens: bool = False, layout: str = Layout.ROWS, **extra: Any
+) -> Iterator[tuple[WorkerSide, PagePool]]:
     shape = next(iter(tensors.values())).shape
-    with pool_of(tensors, block_size=shape[2], total_heads=shape[1]) as pool:
+    with contextlib.closing(Caches.of(tensors, layout, block_size=shape[2], total_heads=shape[1])) as made:
         config = ConnectorConfig.from_extra({"timeout_s": 10, "lease_s": 30} | extra)
-        side = WorkerSide(pool, config, tp_rank=0, listens=listens)
-        try:
-            yield side, pool
-        finally:
-            side.close()
+        with contextlib.closing(WorkerSide(made, config, tp_rank=0, listens=listens)) as side:
+            yield side, made.whole
 
 
 def at(source: WorkerSide, key: str, num_tokens: int, **changes: Any) -> RemotePrefill:
     facts = {"key": key, "addresses": (source.address,), "num_tokens": num_tokens, "model": "m", "lease_s": 30.0}
-    return RemotePrefill(**(facts | changes))
+    return RemotePrefill(**(facts | {"block_size": 4, "layout": Layout.ROWS} | changes))
 
 
 def until(side: WorkerSide, holds: Callable[[Ended], bool], finished: set[str] | None = None) -> Ended:
@@ -108,6 +107,56 @@ def test_blocks_of_unlike_sizes(theirs_size: int, mine_size: int) -> None:
         reader.begin(Step(load=[Load("d", at(source, "key", 10), "", to_blocks, 0)]))
         assert until(reader, lambda ended: bool(ended.received)).failures == []
         np.testing.assert_array_equal(tokens(mine, to_blocks, 10), tokens(theirs, from_blocks, 10))
+
+
+@pytest.mark.parametrize("theirs_size", [4, 8])
+@pytest.mark.parametrize("num_present", [0, 1])
+def test_blocks_of_unlike_sizes_whose_keys_lie_by_content(theirs_size: int, num_present: int) -> None:
+    """As vLLM's CPU backend has them: of each head first keys, [content, tokens], then values, [tokens, content]."""
+    mine_size, half, num_tokens = 12 - theirs_size, CONTENT // 2, 14
+    theirs, mine = caches(block_size=theirs_size), caches(block_size=mine_size)
+    fill(theirs)
+    from_blocks, to_blocks = ([9, 2, 5, 11], [3, 8]) if theirs_size == 4 else ([9, 2], [3, 8, 1, 7])
+
+    def content(tensors: dict[str, Any], block_ids: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values, each ``[layers, heads, tokens, half]``."""
+        blocks = np.stack([tensors[f"model.layers.{n}.self_attn.attn"][block_ids] for n in range(LAYERS)])
+        planes = blocks.reshape(LAYERS, len(block_ids), HEADS, 2, size * half)
+        keys = planes[:, :, :, 0].reshape(LAYERS, len(block_ids), HEADS, half, size).swapaxes(3, 4)
+        values = planes[:, :, :, 1].reshape(LAYERS, len(block_ids), HEADS, size, half)
+        keys, values = (each.swapaxes(1, 2).reshape(LAYERS, HEADS, -1, half) for each in (keys, values))
+        first = num_present * mine_size
+        return keys[:, :, first:num_tokens], values[:, :, first:num_tokens]
+
+    with (
+        worker(theirs, listens=True, layout=Layout.CPU_VEC) as (source, _),
+        worker(mine, layout=Layout.CPU_VEC) as (reader, _),
+    ):
+        source.publish(Step(publish=[Publish("p", "key", from_blocks, num_tokens)]))
+        remote = at(source, "key", num_tokens, block_size=theirs_size)
+        reader.begin(Step(load=[Load("d", remote, "", to_blocks, num_present)]))
+        assert until(reader, lambda ended: bool(ended.received)).failures == []
+        there, here = content(theirs, from_blocks, theirs_size), content(mine, to_blocks, mine_size)
+        np.testing.assert_array_equal(here[0], there[0])
+        np.testing.assert_array_equal(here[1], there[1])
+        assert not any(tensor[to_blocks[:num_present]].any() for tensor in mine.values())
+        assert until(source, lambda ended: bool(ended.sent), {"p"}).sent == {"p"}, "read in two halves, or whole"
+
+
+def test_opaque_blocks_travel_whole() -> None:
+    """Whatever is in them: of the keys of one token each element is elsewhere."""
+    theirs, mine = caches(), caches()
+    fill(theirs)
+    with (
+        worker(theirs, listens=True, layout="cpu-amx") as (source, _),
+        worker(mine, layout="cpu-amx") as (reader, _),
+    ):
+        source.publish(Step(publish=[Publish("p", "key", [9, 2], 5)]))
+        reader.begin(Step(load=[Load("d", at(source, "key", 5), "", [3, 8], 0)]))
+        assert until(reader, lambda ended: bool(ended.received)).failures == []
+        for name, tensor in mine.items():
+            np.testing.assert_array_equal(tensor[[3, 8]], theirs[name][[9, 2]])
+        assert until(source, lambda ended: bool(ended.sent), {"p"}).sent == {"p"}
 
 
 def test_prefix_hits_stay_as_they_are() -> None:
@@ -157,9 +206,9 @@ def test_unlike_heads_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_load_that_nobody_wants_any_more_ends_without_a_failure() -> None:
-    with worker(caches()) as (reader, pool), socket.create_server(("127.0.0.1", 0)) as mute:
+    with worker(caches(), listens=True) as (reader, pool), socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        remote = RemotePrefill(key="key", addresses=(address,), num_tokens=4, model="m", lease_s=30)
+        remote = replace(at(reader, "key", 4), addresses=(address,))
         reader.begin(Step(load=[Load("d", remote, "", [3], 0)]))
         assert reader.ended(set()).received == set()
         reader.begin(Step(abort=["d"]))

@@ -8,12 +8,50 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hurray_rdma.cache import CacheSpec, PagePool
+from hurray_rdma.connectors.vllm.handoff import Layout
 from hurray_rdma.errors import GeometryError
 
-__all__ = ["pool_of"]
+__all__ = ["KEYS", "VALUES", "WHOLE", "Caches", "planes_of", "pool_of"]
+
+WHOLE, KEYS, VALUES = "", "/keys", "/values"
+"""Ends of the keys under which a prompt is published: blocks as they are, or their planes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """The cache tensors of a worker as pools over the same memory."""
+
+    pools: Mapping[str, PagePool]
+    """`WHOLE`, and where there are planes `KEYS` and `VALUES`."""
+    opaque: bool
+    """Whether a block cannot be cut between tokens: it travels whole then."""
+
+    @classmethod
+    def of(cls, kv_caches: Mapping[str, Any], layout: str, **geometry: Any) -> Caches:
+        """Arguments and errors as of `pool_of`; ``layout`` is what is inside a block (`Layout`)."""
+        pools = {WHOLE: pool_of(kv_caches, **geometry)}
+        if layout == Layout.CPU_VEC:
+            pools[KEYS], pools[VALUES] = planes_of(kv_caches, block_size=geometry["block_size"])
+        return cls(pools, layout != Layout.ROWS)
+
+    @property
+    def whole(self) -> PagePool:
+        return self.pools[WHOLE]
+
+    def ends_for(self, block_size: int, /) -> tuple[str, ...]:
+        """What is exchanged with an instance that has blocks of that size."""
+        if self.opaque and block_size != self.whole.spec.page_size:
+            return KEYS, VALUES
+        return (WHOLE,)
+
+    def close(self) -> None:
+        """Deregisters the memory."""
+        for pool in self.pools.values():
+            pool.close()
 
 
 def pool_of(
@@ -31,6 +69,56 @@ def pool_of(
         GeometryError: a tensor has another shape; the message names the layer.
         RegistrationError: UCX refuses the memory.
     """
+    layers = _layers(kv_caches, block_size=block_size)
+    num_heads, head_dim = int(layers[0].shape[1]), int(layers[0].shape[3])
+    spec = CacheSpec(
+        num_layers=len(layers),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        page_size=block_size,
+        dtype=_dtype(layers[0]),
+        roles=("fused",),
+        head_offset=min(tp_rank * total_heads // tp_size, max(0, total_heads - num_heads)),
+        total_heads=max(total_heads, num_heads),
+    )
+    return PagePool.from_arrays(spec, {"fused": layers}, order="HND", external=True)
+
+
+def planes_of(kv_caches: Mapping[str, Any], *, block_size: int) -> tuple[PagePool, PagePool]:
+    """Keys and values of a `Layout.CPU_VEC` cache by themselves, so that blocks of another size can be made of them.
+
+    Each head of each layer counts as a layer. Of the keys each element of the content counts as a head: its tokens lie
+    together.
+
+    Raises:
+        GeometryError, RegistrationError: as `pool_of`.
+    """
+    keys, values = [], []
+    for layer in _layers(kv_caches, block_size=block_size):
+        num_blocks, num_heads, _, content = layer.shape
+        planes = layer.reshape(num_blocks, num_heads, 2, block_size * content // 2)
+        if _address(planes) != _address(layer):  # a copy
+            raise GeometryError("must be whole blocks", field="kv_caches strides", value=str(layer))
+        for head in range(num_heads):
+            keys.append(planes[:, head, 0].reshape(num_blocks, content // 2, block_size, 1))
+            values.append(planes[:, head, 1].reshape(num_blocks, 1, block_size, content // 2))
+    return _plane("key", keys), _plane("value", values)
+
+
+def _plane(role: str, arrays: list[Any]) -> PagePool:
+    spec = CacheSpec(
+        num_layers=len(arrays),
+        num_heads=int(arrays[0].shape[1]),
+        head_dim=int(arrays[0].shape[3]),
+        page_size=int(arrays[0].shape[2]),
+        dtype=_dtype(arrays[0]),
+        roles=(role,),
+    )
+    return PagePool.from_arrays(spec, {role: arrays}, order="HND", external=True)
+
+
+def _layers(kv_caches: Mapping[str, Any], *, block_size: int) -> list[Any]:
+    """The tensors by layer, each once."""
     tensors: dict[tuple[int, tuple[int, ...]], Any] = {}
     for name in sorted(kv_caches, key=_numbers):
         tensor = kv_caches[name]
@@ -47,21 +135,13 @@ def pool_of(
                 value=tensor.shape[2],
             )
         tensors.setdefault((_address(tensor), tuple(tensor.shape)), tensor)
-    layers = list(tensors.values())
-    if not layers:
+    if not tensors:
         raise GeometryError("must have a tensor for each layer", field="kv_caches", value={})
-    num_heads, head_dim = int(layers[0].shape[1]), int(layers[0].shape[3])
-    spec = CacheSpec(
-        num_layers=len(layers),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        page_size=block_size,
-        dtype=str(layers[0].dtype).removeprefix("torch."),
-        roles=("fused",),
-        head_offset=min(tp_rank * total_heads // tp_size, max(0, total_heads - num_heads)),
-        total_heads=max(total_heads, num_heads),
-    )
-    return PagePool.from_arrays(spec, {"fused": layers}, order="HND", external=True)
+    return list(tensors.values())
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
 
 
 def _numbers(name: str) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from hurray_rdma.cache import PagePool
-from hurray_rdma.connectors.vllm.caches import pool_of
+from hurray_rdma.connectors.vllm.caches import Caches
 from hurray_rdma.connectors.vllm.config import ConnectorConfig
+from hurray_rdma.connectors.vllm.handoff import Layout
 from hurray_rdma.connectors.vllm.scheduler import SchedulerSide
 from hurray_rdma.connectors.vllm.stats import HurrayPromMetrics, HurrayStats, stats_of
 from hurray_rdma.connectors.vllm.steps import Handshake, Step
@@ -50,7 +50,7 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
         self._listens = transfer.is_kv_producer
         self._block_size = int(vllm_config.cache_config.block_size)
         _check(vllm_config, kv_cache_config)
-        self._pool: PagePool | None = None
+        self._caches: Caches | None = None
         self._worker: WorkerSide | None = None
         self._step = Step()
         self._ended = Ended()
@@ -58,6 +58,7 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 block_size=self._block_size,
+                layout=layout_of(vllm_config, kv_cache_config),
                 model=model_of(vllm_config),
                 tp_size=self._parallel.tensor_parallel_size,
                 lease_s=self._config.lease_s,
@@ -102,14 +103,15 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
         """Makes a pool of vLLM's tensors, in place, and the engine over it."""
         model = self._vllm_config.model_config
         rank, size = _tp_rank(), self._parallel.tensor_parallel_size
-        self._pool = pool_of(
+        self._caches = Caches.of(
             kv_caches,
+            layout_of(self._vllm_config, self._kv_cache_config),
             block_size=self._block_size,
             total_heads=model.get_total_num_kv_heads(),
             tp_rank=rank,
             tp_size=size,
         )
-        self._worker = WorkerSide(self._pool, self._config, tp_rank=rank, listens=self._listens)
+        self._worker = WorkerSide(self._caches, self._config, tp_rank=rank, listens=self._listens)
 
     def get_handshake_metadata(self) -> Handshake:
         return Handshake(self._working().address)
@@ -129,8 +131,8 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
 
     def wait_for_save(self) -> None:
         """The step's pages are computed."""
-        if self._step.publish and self._pool is not None:
-            if self._pool.device != "cpu":
+        if self._step.publish and self._caches is not None:
+            if self._caches.whole.device != "cpu":
                 torch.cuda.current_stream().synchronize()
             self._working().publish(self._step)
 
@@ -147,8 +149,8 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self._caches is not None:
+            self._caches.close()
 
     # What vLLM asks the class.
 
@@ -170,6 +172,18 @@ def model_of(vllm_config: Any) -> str:
         facts.pop(name, None)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{'+'.join(facts.get('architectures') or ['?'])}-{digest[:16]}"
+
+
+def layout_of(vllm_config: Any, kv_cache_config: Any) -> str:
+    """What the attention backend keeps inside a block, as of `Layout`; the CPU's depends on its instructions."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks at the machine
+
+    if not current_platform.is_cpu() or vllm_config.model_config.use_mla:
+        return Layout.ROWS
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - where there is such a backend
+
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return f"cpu-{_get_attn_isa(spec.dtype, spec.block_size, spec.head_size)}"
 
 
 def _check(vllm_config: Any, kv_cache_config: Any) -> None:

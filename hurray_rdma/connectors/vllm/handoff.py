@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["RemotePrefill", "wants_remote_decode", "wants_remote_prefill"]
+__all__ = ["Layout", "RemotePrefill", "wants_remote_decode", "wants_remote_prefill"]
+
+
+class Layout(StrEnum):
+    """What an attention backend keeps inside a block; others than these are known by name only."""
+
+    ROWS = "rows"
+    """A token's content lies together: blocks can be cut between any two tokens."""
+    CPU_VEC = "cpu-vec"
+    """Of vLLM's CPU backend without AMX: of each head first the keys, ``[content, tokens]``, then the values,
+    ``[tokens, content]``. (Found by writing known numbers with its own `cpu_attn_reshape_and_cache`, vLLM 0.32.)"""
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None, /) -> bool:
@@ -38,6 +49,10 @@ class RemotePrefill:
     """What the cache is of, as of `model_of`."""
     lease_s: float
     """How long they are kept if nobody asks for them."""
+    block_size: int
+    """Tokens of a block there."""
+    layout: str
+    """What is inside a block, as of `Layout`."""
 
     def to_params(self) -> dict[str, Any]:
         """As `kv_transfer_params` that ask the decode side for it."""
@@ -49,6 +64,8 @@ class RemotePrefill:
             "remote_num_tokens": self.num_tokens,
             "remote_model": self.model,
             "remote_lease_s": self.lease_s,
+            "remote_block_size": self.block_size,
+            "remote_layout": self.layout,
         }
 
     @classmethod
@@ -70,6 +87,8 @@ class RemotePrefill:
             num_tokens=num_tokens,
             model=_taken(params, "remote_model", str),
             lease_s=float(_taken(params, "remote_lease_s", (int, float))),
+            block_size=_taken(params, "remote_block_size", int),
+            layout=_taken(params, "remote_layout", str),
         )
 
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from hurray_rdma.connectors.vllm.handoff import RemotePrefill, wants_remote_decode, wants_remote_prefill
+from hurray_rdma.connectors.vllm.handoff import Layout, RemotePrefill, wants_remote_decode, wants_remote_prefill
 from hurray_rdma.connectors.vllm.steps import Load, Publish, Step
 from hurray_rdma.errors import ConfigError
 
@@ -35,6 +35,7 @@ class SchedulerSide:
 
     Args:
         block_size: tokens of a block.
+        layout: what is inside one, as of `Layout`.
         model: what the cache is of; the other instance must have the same.
         tp_size: tensor-parallel workers of this instance.
         lease_s: as of `ConnectorConfig`.
@@ -45,12 +46,14 @@ class SchedulerSide:
         self,
         *,
         block_size: int,
+        layout: str,
         model: str,
         tp_size: int,
         lease_s: float,
         block_ids_of: Callable[[str], list[int]],
     ) -> None:
         self._block_size = block_size
+        self._layout = layout
         self._model = model
         self._tp_size = tp_size
         self._lease_s = lease_s
@@ -155,6 +158,8 @@ class SchedulerSide:
             num_tokens=request.num_prompt_tokens,
             model=self._model,
             lease_s=self._lease_s,
+            block_size=self._block_size,
+            layout=self._layout,
         )
         return True, remote.to_params()
 
@@ -185,6 +190,8 @@ class SchedulerSide:
         for name, value, here in (
             ("model", remote.model, self._model),
             ("tensor_parallel_size", len(remote.addresses), self._tp_size),
+            ("layout of the cache", remote.layout, self._layout),
+            *([] if self._layout in tuple(Layout) else [("block_size", remote.block_size, self._block_size)]),
         ):
             if value != here:
                 raise ConfigError(f"of the prefill side; this side has {here!r}", field=name, value=value)

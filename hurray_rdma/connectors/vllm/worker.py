@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hurray_rdma.cache import PagePool, Snapshot
+from hurray_rdma.cache import Snapshot
+from hurray_rdma.connectors.vllm.caches import KEYS, VALUES, WHOLE, Caches
 from hurray_rdma.connectors.vllm.config import ConnectorConfig
 from hurray_rdma.connectors.vllm.handoff import RemotePrefill
 from hurray_rdma.connectors.vllm.steps import Load, Publish, Step
@@ -51,11 +52,14 @@ class Ended:
 class _Publication:
     request_id: str
     key: str
+    open: set[str]
+    """Ends of the keys under which it can be read, or is being read."""
+    read: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    future: Future[FetchedSnapshot]
+    futures: list[Future[FetchedSnapshot]]
     written: list[int]
 
 
@@ -66,22 +70,22 @@ class _Hold:
 
 
 class WorkerSide:
-    """The engine of one worker. Close it, then the pool.
+    """The engine of one worker. Close it, then the caches.
 
     Args:
-        pool: over the worker's cache tensors.
+        caches: the worker's.
         config: of the instance.
         tp_rank: of the worker.
         listens: whether others may read from it.
     """
 
-    def __init__(self, pool: PagePool, config: ConnectorConfig, *, tp_rank: int, listens: bool) -> None:
-        self._pool = pool
+    def __init__(self, caches: Caches, config: ConnectorConfig, *, tp_rank: int, listens: bool) -> None:
+        self._caches = caches
         self._config = config
         self._tp_rank = tp_rank
         port = config.port + tp_rank if config.port else 0
         self._engine = Engine(
-            pool,
+            caches.whole,
             listen=f"{_bracketed(config.host)}:{port}" if listens else None,
             token=config.secret(),
             timeout_s=config.timeout_s,
@@ -90,12 +94,16 @@ class WorkerSide:
             allow_unauthenticated=config.allow_unauthenticated,
         )
         self._engine.start()
+        if listens:
+            for end, pool in caches.pools.items():
+                if end != WHOLE:
+                    self._engine.add_pool(pool, name=end)
         self.address = self._advertised() if listens else ""
         """What the other side is to connect to; empty where it does not listen."""
         self._peers: dict[str, Peer] = {}
         self._published: dict[str, _Publication] = {}
         self._may_be_sent: set[str] = set()
-        self._unread: queue.SimpleQueue[_Publication] = queue.SimpleQueue()
+        self._unread: queue.SimpleQueue[tuple[_Publication, str, int]] = queue.SimpleQueue()
         self._loading: dict[str, _Loading] = {}
         self._loaded: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._held: dict[str, _Hold] = {}
@@ -106,11 +114,11 @@ class WorkerSide:
         for request_id in step.retire:
             publication = self._published.get(request_id)
             if publication is not None:
-                self._engine.unpublish(publication.key)
+                self._unpublish(publication)
         for request_id in step.abort:
             loading = self._loading.get(request_id)
-            if loading is not None:
-                loading.future.cancel()
+            for future in loading.futures if loading is not None else ():
+                future.cancel()
         for request_id, remote in step.hold.items():
             self._held[request_id] = _Hold(remote, time.monotonic() + remote.lease_s / _SIGNS_OF_LIFE)
         for request_id in step.unhold:
@@ -135,15 +143,15 @@ class WorkerSide:
         """
         self._may_be_sent |= finished_request_ids & self._published.keys()
         while not self._unread.empty():
-            publication = self._unread.get()
-            if self._published.get(publication.request_id) is publication:
-                publication.key = ""
-        for request_id in [each for each in self._may_be_sent if not self._published[each].key]:
+            self._end_publication(*self._unread.get())
+        for request_id in [each for each in self._may_be_sent if not self._published[each].open]:
             self._may_be_sent.remove(request_id)
             del self._published[request_id]
             self._ended.sent.add(request_id)
         while not self._loaded.empty():
-            self._end_load(self._loaded.get())
+            request_id = self._loaded.get()
+            if request_id in self._loading and all(future.done() for future in self._loading[request_id].futures):
+                self._end_load(request_id)
         ended, self._ended = self._ended, Ended()
         return ended
 
@@ -156,65 +164,89 @@ class WorkerSide:
     def _publish(self, each: Publish) -> None:
         earlier = self._published.pop(each.request_id, None)
         if earlier is not None:  # it was preempted, and computed again into other blocks
-            self._engine.unpublish(earlier.key)
-        publication = self._published[each.request_id] = _Publication(each.request_id, each.key)
-        try:
-            snapshot = Snapshot.from_block_tables(self._pool, [each.block_ids], seq_lens=[each.num_tokens])
-            self._engine.publish(each.key, snapshot, max_readers=1, on_end=lambda *_: self._unread.put(publication))
-        except HurrayError as error:
-            _log.error("request %s cannot be handed over: %s", each.request_id, error)
-            self._ended.failures.append(type(error).__name__)
-            self._unread.put(publication)
+            self._unpublish(earlier)
+        publication = _Publication(each.request_id, each.key, set(self._caches.pools))
+        self._published[each.request_id] = publication
+        whole_blocks = len(each.block_ids) * self._caches.whole.spec.page_size
+        for end, pool in self._caches.pools.items():
+            num_tokens = whole_blocks if end == WHOLE and self._caches.opaque else each.num_tokens
+            try:
+                snapshot = Snapshot.from_block_tables(pool, [each.block_ids], seq_lens=[num_tokens])
+                ended = partial(self._read_or_not, publication, end)
+                self._engine.publish(each.key + end, snapshot, max_readers=1, on_end=ended)
+            except HurrayError as error:
+                _log.error("request %s cannot be handed over: %s", each.request_id, error)
+                self._ended.failures.append(type(error).__name__)
+                publication.open.discard(end)
+
+    def _read_or_not(self, publication: _Publication, end: str, _key: str, num_read: int) -> None:
+        """On the engine's thread."""
+        self._unread.put((publication, end, num_read))
+
+    def _end_publication(self, publication: _Publication, end: str, num_read: int) -> None:
+        publication.open.discard(end)
+        if num_read:
+            publication.read.add(end)
+        if publication.read in ({WHOLE}, {KEYS, VALUES}):  # whoever it was for has it
+            self._unpublish(publication)
+
+    def _unpublish(self, publication: _Publication) -> None:
+        for end in publication.open:
+            self._engine.unpublish(publication.key + end)
 
     # Taking over.
 
     def _load(self, load: Load) -> None:
-        written = load.block_ids[load.num_present :]
-        future: Future[FetchedSnapshot]
+        futures: list[Future[FetchedSnapshot]] = []
         try:
             if load.remote is None:
                 raise ConfigError(load.refusal)
             present = np.arange(len(load.block_ids)) < load.num_present
-            placement = Placement(self._pool, load.block_ids, present=present)
-            future = self._peer(load.remote).fetch_async(load.remote.key, into=placement)
+            for end in self._caches.ends_for(load.remote.block_size):
+                placement = Placement(self._caches.pools[end], load.block_ids, present=present)
+                futures.append(self._peer(load.remote).fetch_async(load.remote.key + end, into=placement))
         except HurrayError as error:
-            future = Future()
-            future.set_exception(error)
-        self._loading[load.request_id] = _Loading(future, written)
-        future.add_done_callback(lambda _: self._loaded.put(load.request_id))
+            futures.append(Future())
+            futures[-1].set_exception(error)
+        self._loading[load.request_id] = _Loading(futures, load.block_ids[load.num_present :])
+        for future in futures:
+            future.add_done_callback(lambda _: self._loaded.put(load.request_id))
 
     def _end_load(self, request_id: str) -> None:
         loading = self._loading.pop(request_id)
         self._ended.received.add(request_id)
-        if loading.future.cancelled():
-            return
-        error = loading.future.exception()
-        if error is None:
-            with loading.future.result() as fetched:
-                self._ended.transfers.append(fetched.stats)
-            return
-        _log.error("the pages of request %s could not be loaded: %s", request_id, error)
-        self._ended.failed_block_ids.update(loading.written)
-        self._ended.failures.append(type(error).__name__)
+        for future in loading.futures:
+            if future.cancelled():
+                continue
+            error = future.exception()
+            if error is None:
+                with future.result() as fetched:
+                    self._ended.transfers.append(fetched.stats)
+                continue
+            _log.error("the pages of request %s could not be loaded: %s", request_id, error)
+            self._ended.failed_block_ids.update(loading.written)
+            self._ended.failures.append(type(error).__name__)
 
     def _decline(self, remote: RemotePrefill) -> None:
         """Reads nothing of it to the end: the other side's blocks are free then."""
-        count = -(-remote.num_tokens // self._pool.spec.page_size)
         try:
-            placement = Placement(self._pool, np.arange(count), present=np.ones(count, np.bool_))
-            future = self._peer(remote).fetch_async(remote.key, into=placement)
+            for end in self._caches.ends_for(remote.block_size):
+                pool = self._caches.pools[end]
+                count = -(-remote.num_tokens // pool.spec.page_size)
+                placement = Placement(pool, np.arange(count), present=np.ones(count, np.bool_))
+                future = self._peer(remote).fetch_async(remote.key + end, into=placement)
+                future.add_done_callback(partial(_log_failure, what=f"{remote.key!r} was not declined"))
         except HurrayError as error:
             _log.info("%r could not be declined, and is kept until its lease ends: %s", remote.key, error)
-            return
-        future.add_done_callback(partial(_log_failure, what=f"{remote.key!r} was not declined"))
 
     def _show_life(self) -> None:
         now = time.monotonic()
         for hold in self._held.values():
             if now >= hold.due:
                 hold.due = now + hold.remote.lease_s / _SIGNS_OF_LIFE
-                future = self._peer(hold.remote).refresh_async(hold.remote.key)
-                future.add_done_callback(partial(_log_failure, what=f"{hold.remote.key!r} was not refreshed"))
+                for end in self._caches.ends_for(hold.remote.block_size):
+                    future = self._peer(hold.remote).refresh_async(hold.remote.key + end)
+                    future.add_done_callback(partial(_log_failure, what=f"{hold.remote.key!r} was not refreshed"))
 
     def _peer(self, remote: RemotePrefill) -> Peer:
         address = remote.addresses[self._tp_rank]
