@@ -103,6 +103,7 @@ class Arrival:
         self._gates: dict[int, dict[Gate, asyncio.TimerHandle]] = {layer: {} for layer in spec.layer_indices}
         """What CUDA streams wait for, and until when."""
         self._complete = asyncio.Event()
+        self._quiet = asyncio.Event()
         self._error: HurrayError | None = None
 
     async def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
@@ -144,6 +145,17 @@ class Arrival:
             seq_ptr=self.seq_ptr,
             seq_lens=self.seq_lens,
         )
+
+    async def settled(self) -> None:
+        """Returns when every page is in place. Raises when that will not be, and no sender can write into the pages any
+        more: for those who have chosen the pages themselves (`Engine.expect`), and would use them for something else.
+
+        Raises:
+            HurrayError: the transfer failed or was aborted; from now on nothing of it lands.
+        """
+        await self._quiet.wait()
+        if self._error is not None:
+            raise self._error
 
     async def _wait(self, event: asyncio.Event, what: str, timeout_s: float | None) -> None:
         budget_s = self._timeout_s if timeout_s is None else timeout_s
@@ -206,6 +218,7 @@ class Arrival:
         self.completed_s = time.monotonic()
         self._set(self._layers)
         self._complete.set()
+        self._quiet.set()
 
     def stopping(self, error: HurrayError) -> bool:
         """The transfer is to end early; its pages wait until that is sure. False if it had ended, or was ending."""
@@ -234,10 +247,12 @@ class Arrival:
     def recovered(self) -> None:
         """Writes into the quarantined pages have become impossible after all."""
         self.state = ArrivalState.RELEASED
+        self._quiet.set()
         self._pool.allocator.recover(self._written)
 
     def _free(self) -> None:
         self.state = ArrivalState.RELEASED
+        self._quiet.set()
         self._written.release()
         if self._resident is not None:
             self._resident.release()

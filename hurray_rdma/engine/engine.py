@@ -20,6 +20,7 @@ from hurray_rdma.engine.compat import check_context, same_kind, same_tensors
 from hurray_rdma.engine.connection import Surroundings
 from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.engine.peer import Peer
+from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.processes import process_id
 from hurray_rdma.engine.reception import Reception
 from hurray_rdma.engine.settling import Settling
@@ -283,6 +284,35 @@ class Engine:
             TransportError: CUDA does not let go of page-locked memory; the same.
         """
         await self._receiving().reregister(name, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+
+    def expect(self, key: str, placement: Placement) -> None:
+        """Says which pages the snapshot goes into that somebody will push as ``key``, before or after it is offered.
+
+        For pools whose pages the application hands out itself: offers into an external pool (`PagePool.from_arrays`)
+        wait, each within its sender's time, until their keys are expected. The arrival comes by `arrivals`; see
+        `Arrival.settled` for when the pages are free of it.
+
+        Args:
+            key: of one transfer; further senders of slices of the heads join it.
+            placement: in one of this engine's pools; pages that are present are not sent.
+
+        Raises:
+            ConfigError: the engine does not listen, the pool is none of its pools, or the key is expected already.
+        """
+        self._receiving().receiver_into(placement.pool).expect(key, placement)
+
+    def unexpect(self, key: str, pool: PagePool | None = None) -> bool:
+        """Takes `expect` back; False if a sender has been granted the pages, or the key was not expected.
+
+        Args:
+            key: as of `expect`.
+            pool: of the placement; None is the engine's own.
+
+        Raises:
+            ConfigError: the engine does not listen, or the pool is none of its pools.
+        """
+        own = next(iter(self._own_pools.values())) if pool is None else pool
+        return self._receiving().receiver_into(own).unexpect(key)
 
     # Pull.
 

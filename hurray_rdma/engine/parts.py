@@ -121,6 +121,10 @@ class WaitingOffers:
         """The one that has waited longest; it goes on waiting."""
         return next(iter(self._offers.values()), None)
 
+    def all(self) -> list[GoodOffer]:
+        """Those that wait, longest first."""
+        return list(self._offers.values())
+
     def remove(self, link: Link, transfer_id: int) -> bool:
         """Whether it was waiting; it is not any more."""
         offer = self._offers.pop((link, transfer_id), None)

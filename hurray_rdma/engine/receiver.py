@@ -41,10 +41,12 @@ from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.parts import GoodOffer, WaitingOffers, Whole
+from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.reservations import Reservations
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import (
+    ConfigError,
     DeadlineExceededError,
     GeometryError,
     HurrayError,
@@ -111,6 +113,8 @@ class Receiver:
         self._timeout_s = timeout_s
         self._tally = tally
         self._waiting = WaitingOffers(self._too_late)
+        self._expected: dict[str, Placement] = {}
+        self._unexpected = WaitingOffers(self._too_late)
         self._free_when_full: int | None = None
         self._holding = False
         self._settling = asyncio.Lock()
@@ -127,7 +131,22 @@ class Receiver:
     @property
     def num_waiting(self) -> int:
         """Offers that wait for pages."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._unexpected)
+
+    def expect(self, key: str, placement: Placement) -> None:
+        """Says where the snapshot of a key goes; see `Engine.expect`.
+
+        Raises:
+            ConfigError: the key is expected already.
+        """
+        if key in self._expected:
+            raise ConfigError("is expected already", field="key", value=key, fix="Take it back first: unexpect")
+        self._expected[key] = placement
+        self._place_expected()
+
+    def unexpect(self, key: str) -> bool:
+        """Takes `expect` back; False if an offer has taken the pages, or it was not there."""
+        return self._expected.pop(key, None) is not None
 
     def announce(self, link: Link, *, removed: bool = False) -> None:
         """Tells a sender of the pool, or of its end, if the pool is meant for it."""
@@ -179,7 +198,7 @@ class Receiver:
                 AbortRequested(transfer_id=transfer_id, error=error)
                 | TransferFailed(transfer_id=transfer_id, error=error)
             ):
-                if self._waiting.remove(link, transfer_id):
+                if self._waiting.remove(link, transfer_id) or self._unexpected.remove(link, transfer_id):
                     self._tally.failed("receive", error)
                     self._grant_in_order()
                 else:
@@ -190,6 +209,7 @@ class Receiver:
                 self._ahead.quiet(link, transfer_id)
             case SessionClosed(error=error):
                 self._waiting.remove_all(link)
+                self._unexpected.remove_all(link)
                 self.granted.lost(link, error or PeerLostError("the session was closed"))
                 self._ahead.lost(link)
                 self._grant_in_order()
@@ -225,7 +245,7 @@ class Receiver:
         for link in links:
             self.announce(link)
         # Refused only now, so that a sender that hears it knows what to offer to instead.
-        for waiting in self._waiting.remove_all():
+        for waiting in (*self._waiting.remove_all(), *self._unexpected.remove_all()):
             self._refuse(*waiting.key, self._stale(waiting.offer))
         if not whole:
             return
@@ -258,6 +278,7 @@ class Receiver:
         """Grants again, unless closed meanwhile."""
         self._holding = self._closed
         self._settling.release()
+        self._place_expected()
         self._grant_in_order()
 
     def close(self, reason: str = "the engine closed") -> None:
@@ -265,7 +286,7 @@ class Receiver:
         self._holding = self._closed = True
         self.pool.disclaim(self)
         self.pool.allocator.unwatch(self._pages_freed)
-        for waiting in self._waiting.remove_all():
+        for waiting in (*self._waiting.remove_all(), *self._unexpected.remove_all()):
             self._refuse(*waiting.key, TransferAbortedError(reason))
         for arrival in self.granted.arrivals():
             arrival.abort(reason)
@@ -280,8 +301,9 @@ class Receiver:
             if whole is not None:
                 self._join(whole, checked)
                 return
-            if len(self._waiting) >= _MAX_WAITING or self._waiting.of(link) >= _MAX_WAITING_OF_ONE:
-                raise PeerBusyError("offers wait for pages already", field="waiting", value=len(self._waiting))
+            of_this_one = self._waiting.of(link) + self._unexpected.of(link)
+            if self.num_waiting >= _MAX_WAITING or of_this_one >= _MAX_WAITING_OF_ONE:
+                raise PeerBusyError("offers wait for pages already", field="waiting", value=self.num_waiting)
             if len(self._waiting) and self._waiting.nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
                 rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
                 raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
@@ -289,6 +311,10 @@ class Receiver:
                 raise PeerBusyError("arrivals are untaken", field="untaken", value=self._arrivals.qsize())
         except HurrayError as error:
             self._refuse(link, transfer_id, error)
+            return
+        if self.pool.external or offer.key in self._expected:
+            self._unexpected.append(checked)
+            self._place_expected()
             return
         self._waiting.append(checked)
         self._grant_in_order()
@@ -357,6 +383,36 @@ class Receiver:
                 self._refuse(*head.key, error)
             self._waiting.remove(*head.key)
 
+    # Pages that the application has chosen.
+
+    def _place_expected(self) -> None:
+        """Grants what is offered and expected; those of other keys wait for `expect`, and hold nobody up."""
+        for offer in self._unexpected.all():
+            placement = self._expected.get(offer.offer.key)
+            whole = self.granted.unfilled.get(offer.offer.key)
+            if (placement is None and whole is None) or self._holding or self.pool.closed:
+                continue
+            self._unexpected.remove(*offer.key)
+            try:
+                if whole is not None:
+                    self._join(whole, offer)
+                elif placement is not None:
+                    self._place(offer, placement)
+                    del self._expected[offer.offer.key]
+            except HurrayError as error:
+                self._refuse(*offer.key, error)
+
+    def _place(self, offer: GoodOffer, placement: Placement) -> None:
+        page_ids, present = placement.pages_for(offer.page_map)
+        if offer.heads != self.pool.spec.heads and present.any():
+            raise GeometryError(
+                f"the pool has {self.pool.spec.heads}: pages that are present in part cannot be told from others",
+                field="heads",
+                value=offer.heads,
+            )
+        written = self.pool.allocator.retain(page_ids[~present])
+        self._begin(offer, page_ids, present, written=written, resident=None, page_keys=None)
+
     # Pages granted ahead.
 
     def _reserved(self, link: Link, transfer_id: int, reserve: Reserve) -> None:
@@ -418,8 +474,22 @@ class Receiver:
             self._free_when_full = allocator.accounts().free
             return False
         page_ids[~found] = written.page_ids
+        self._begin(offer, page_ids, found, written=written, resident=resident, page_keys=page_keys)
+        return True
+
+    def _begin(
+        self,
+        offer: GoodOffer,
+        page_ids: NDArray[np.uint32],
+        found: NDArray[np.bool_],
+        *,
+        written: Lease,
+        resident: Lease | None,
+        page_keys: NDArray[np.uint8] | None,
+    ) -> None:
+        """Grants an offer its pages, of which those ``found`` do not travel, and hands the arrival on."""
         arrival = self._arrival(offer, page_ids, written=written, resident=resident)
-        whole = Whole(arrival, offer, written, page_keys, len(found) - num_written, self._loop.time())
+        whole = Whole(arrival, offer, written, page_keys, int(found.sum()), self._loop.time())
         try:
             self._grant(whole, offer, page_ids, found)
         except HurrayError as error:
@@ -427,7 +497,6 @@ class Receiver:
             arrival.ended(quiet=True)  # it was not granted
             raise
         self._arrivals.put_nowait(arrival)
-        return True
 
     def _arrival(
         self, offer: GoodOffer, page_ids: NDArray[np.uint32], *, written: Lease, resident: Lease | None

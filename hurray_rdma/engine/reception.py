@@ -260,6 +260,15 @@ class Reception:
                 "is none of this engine's pools", field="snapshot.pool", value=pool, fix="Add it: Engine.add_pool"
             )
 
+    def receiver_into(self, pool: PagePool) -> Receiver:
+        """The receiver of a pool.
+
+        Raises:
+            ConfigError: it is none of those received into.
+        """
+        self.check_pool(pool)
+        return next(receiver for receiver in self._receivers.values() if receiver.pool is pool)
+
     def _named(self, name: str) -> Receiver:
         try:
             return self._receivers[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 from hurray_rdma.cache import Snapshot
@@ -52,6 +53,14 @@ class Arrival:
     def snapshot(self, *, timeout_s: float | None = None) -> Snapshot:
         """As of `hurray_rdma.Arrival.snapshot`."""
         return self._thread.run(self._arrival.snapshot(timeout_s=timeout_s))
+
+    def settled(self) -> None:
+        """As of `hurray_rdma.Arrival.settled`."""
+        self._thread.run(self._arrival.settled())
+
+    def settled_async(self) -> Future[None]:
+        """`settled` that returns at once; the future is as of `Peer.send_async`."""
+        return self._thread.submit(self._arrival.settled())
 
     def release(self) -> None:
         """As of `hurray_rdma.Arrival.release`; also when the engine is closed."""

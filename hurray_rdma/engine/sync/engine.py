@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import PagePool, PoolGroups, Snapshot
 from hurray_rdma.control import Tls
 from hurray_rdma.engine import engine as asynchronous
+from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.sync.arrival import Arrival
 from hurray_rdma.engine.sync.peer import Peer
@@ -133,6 +134,14 @@ class Engine:
     def reregister(self, name: str = "", *, timeout_s: float | None = None) -> None:
         """As of `hurray_rdma.Engine.reregister`."""
         self._thread.run(self._engine.reregister(name, timeout_s=timeout_s))
+
+    def expect(self, key: str, placement: Placement) -> None:
+        """As of `hurray_rdma.Engine.expect`."""
+        self._thread.run(on_loop(self._engine.expect, key, placement))
+
+    def unexpect(self, key: str, pool: PagePool | None = None) -> bool:
+        """As of `hurray_rdma.Engine.unexpect`."""
+        return self._thread.run(on_loop(self._engine.unexpect, key, pool))
 
     def publish(
         self,
