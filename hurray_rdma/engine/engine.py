@@ -288,9 +288,9 @@ class Engine:
     def expect(self, key: str, placement: Placement) -> None:
         """Says which pages the snapshot goes into that somebody will push as ``key``, before or after it is offered.
 
-        For pools whose pages the application hands out itself: offers into an external pool (`PagePool.from_arrays`)
-        wait, each within its sender's time, until their keys are expected. The arrival comes by `arrivals`; see
-        `Arrival.settled` for when the pages are free of it.
+        For pools whose pages the application hands out. Offers into an external pool (`PagePool.from_arrays`) are
+        refused before the first call of this; after it they wait, each within its sender's time, until their keys are
+        expected. The arrival comes by `arrivals`; see `Arrival.settled` for when the pages are free of it.
 
         Args:
             key: of one transfer; further senders of slices of the heads join it.

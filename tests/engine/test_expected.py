@@ -54,6 +54,7 @@ def test_a_push_goes_where_it_is_expected(first: str) -> None:
                 engine.expect("mine", placement)
                 await peer.send(snapshot, key="mine")
             else:
+                engine.expect("other", Placement(mine, [1]))  # before the first one is expected, all are refused
                 sending = asyncio.create_task(peer.send(snapshot, key="mine"))
                 await eventually(lambda: engine.stats().num_waiting == 1)
                 engine.expect("mine", placement)
@@ -74,9 +75,9 @@ def test_an_offer_that_nobody_expects_holds_nobody_up() -> None:
     async def job() -> None:
         async with pair() as (mine, engine, theirs, peer):
             snapshot = snapshot_of(theirs, [3, 1])
+            engine.expect("mine", Placement(mine, [6, 0]))
             waiting = asyncio.create_task(peer.send(snapshot, key="strange", timeout_s=1.5))
             await eventually(lambda: engine.stats().num_waiting == 1)
-            engine.expect("mine", Placement(mine, [6, 0]))
             await peer.send(snapshot, key="mine")
             assert (await next_arrival(engine)).key == "mine"
             with pytest.raises(DeadlineExceededError):
