@@ -294,14 +294,14 @@ class ClientSession(DataSession):
                     check_grant(self.pools, transfer.request, message)
                     self._book.hear(transfer, Step.GRANT)
                     if transfer.kind is TransferKind.PUSH:
-                        transfer.renew_s = max(message.lease_s / _RENEWALS_OF_LEASE, _MIN_RENEW_S)
-                        self._book.schedule(transfer, now + transfer.renew_s)
+                        self._keep(transfer, message.lease_s, now)
                     events.append(Granted(transfer.transfer_id, message))
             case Published() if transfer.kind is TransferKind.PULL:
                 if self._awaits_answer(transfer):
                     check_published(self.pools, message)
                     transfer.num_published = message.num_descriptors
                     self._book.hear(transfer, Step.GRANT)
+                    self._keep(transfer, message.lease_s, now)
                     events.append(PublishedHeard(transfer.transfer_id, message))
             case TensorDataMessage() if transfer.kind is TransferKind.PULL and descriptor_index is not None:
                 self._hear_data(transfer, descriptor_index, message, events)
@@ -366,8 +366,13 @@ class ClientSession(DataSession):
             else:
                 self._book.schedule(transfer, now + self._retry_s)
 
+    def _keep(self, transfer: Transfer, lease_s: float, now: float) -> None:
+        transfer.renew_s = max(lease_s / _RENEWALS_OF_LEASE, _MIN_RENEW_S)
+        self._book.schedule(transfer, now + transfer.renew_s)
+
     def _renew(self, transfer: Transfer, now: float) -> None:
-        """Keep what was granted, for as long as the push was given time: its next layer may still be computed."""
+        """Keep what was granted or published, for as long as the transfer was given time: a push's next layer may still
+        be computed, a reader may be slow."""
         if now >= transfer.until:
             return
         if self._may_repeat(transfer):

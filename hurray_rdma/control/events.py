@@ -194,7 +194,8 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed:
-    """Server: the client goes on with its push; the pages that it was granted stay its own for another lease."""
+    """Server: the client goes on with its push or pull; what it was granted, or reads, stays its own for another lease.
+    How often is for the engine to bound: a client may say so for ever."""
 
     transfer_id: int
 

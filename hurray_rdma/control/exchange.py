@@ -76,4 +76,4 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """RENEW (0xFA), from the client: this push goes on, however long its next layer takes."""
+    """RENEW (0xFA), from the client: this push or pull goes on, however long its next layer, or its reading, takes."""

@@ -157,7 +157,7 @@ class Offer(SnapshotFields):
 
     key: str
     deadline_s: float
-    """How long the client will wait for an answer, seconds from now on."""
+    """How long the client gives the push, seconds from now on: for the answer, and to renew its lease."""
     lane: str = ""
     """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
     path: str = "put"
@@ -180,7 +180,7 @@ class Fetch:
 
     key: str
     deadline_s: float
-    """How long the client will wait for an answer, seconds from now on."""
+    """How long the client gives the pull, seconds from now on: for the answer, and to read and renew its lease."""
     lane: str = ""
     """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
     path: str = "put"

@@ -313,7 +313,7 @@ class ServerSession(DataSession):
                 self._hear_abort(transfer, code, text, now, events)
             case Quiet(), None:
                 self._hear_quiet(transfer, events)
-            case Renew(), None if transfer.kind is TransferKind.PUSH:
+            case Renew(), None if transfer.kind is not TransferKind.RESERVATION:
                 if self._book.hear(transfer, Step.RENEW):
                     events.append(LeaseRenewed(transfer.transfer_id))
             case TensorDataMessage(), int(index) if transfer.kind is TransferKind.PUSH:

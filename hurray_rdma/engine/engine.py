@@ -330,7 +330,8 @@ class Engine:
         """Lets connected engines fetch a snapshot: its pages are leased until `unpublish`, or for ``lease_s`` after
         anybody last asked for it (`Peer.fetch`, `Peer.refresh`).
 
-        A reader that has begun by then is let finish, within the time that it asked for.
+        A reader that has begun by then is let finish, within the time that it asked for, as long as it renews a lease
+        of its own. With a ``stream`` the lease begins when what was queued has run.
 
         Args:
             key: what readers ask for.
@@ -343,7 +344,10 @@ class Engine:
                 it is taken back and nobody reads it any more: its pages may change from then on.
 
         Raises:
-            ConfigError: the engine does not listen, the pool is none of its pools, or the key is taken.
+            ConfigError: the engine does not listen, the pool is none of its pools, the key is taken, a number is out of
+                range, or ``stream`` is no stream.
+            GeometryError: ``page_keys`` are not one for each entry of the block table.
+            TransportError: CUDA refuses the ``stream``.
         """
         self._receiving().check_pool(snapshot.pool)
         self._receiving().publishing.publish(

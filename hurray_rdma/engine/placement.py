@@ -3,6 +3,8 @@ manager of an inference engine. Knows pools and page IDs; knows no peers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -24,7 +26,8 @@ class Placement:
         pool: whose pages.
         block_table: page IDs of all sequences, one after the other, each with as many pages of this pool as its tokens
             need: integers ``[entries]``. Where the source's sequences share pages, so must these.
-        present: which of them hold their tokens already, and are not written: bool ``[entries]``; None is none.
+        present: which of them hold their tokens already, and are not written: bool ``[entries]``, the same for all
+            entries of a page; None is none.
 
     Raises:
         GeometryError: a page ID is not below ``pool.num_pages``, or ``present`` has another length.
@@ -51,9 +54,36 @@ class Placement:
         """The chosen pages in the order of a grant, uint32 ``[num_pages]``, and which of them are not written.
 
         Raises:
-            GeometryError: the snapshot has another number of entries, or shares pages otherwise.
+            GeometryError: the snapshot has another number of entries, or shares pages otherwise, or a page is present
+                at one entry and not at another.
         """
+        entries = page_map.entries
         page_ids = page_map.pages_for(self.block_table)
-        present = np.ones(page_map.num_pages, np.bool_)
-        present[page_map.entries[~self.present]] = False
+        in_order = np.sort(page_ids)
+        repeated = in_order[1:] == in_order[:-1]
+        if repeated.any():
+            page_id = int(in_order[repeated.argmax()])
+            first, other = _two_of(self.block_table == page_id, entries)
+            raise GeometryError(
+                f"block_table[{first}] names that page for another one of the snapshot",
+                field=f"block_table[{other}]",
+                value=page_id,
+            )
+        present = np.zeros(page_map.num_pages, np.bool_)
+        present[entries[self.present]] = True
+        wrong = present[entries] & ~self.present
+        if wrong.any():
+            page = entries[wrong.argmax()]
+            first, other = _two_of(entries == page, self.present)
+            raise GeometryError(
+                f"present[{first}] is {bool(self.present[first])}, of the same page {page_ids[page]}",
+                field=f"present[{other}]",
+                value=bool(self.present[other]),
+            )
         return page_ids, present
+
+
+def _two_of(chosen: NDArray[np.bool_], values: NDArray[Any]) -> tuple[int, int]:
+    """The first of the chosen places, and the next one that has another value."""
+    places = np.flatnonzero(chosen)
+    return int(places[0]), int(places[(values[places] != values[places[0]]).argmax()])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,7 @@ class Receiver:
         lease_s: a grant of which nothing is heard for this long is aborted.
         timeout_s: what `Arrival.wait_layer` and `Arrival.snapshot` wait by default.
         tally: counts what happens.
+        on_resume: told when the pool has been registered anew, or could not be.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Receiver:
         lease_s: float,
         timeout_s: float,
         tally: Tally,
+        on_resume: Callable[[PagePool], None],
     ) -> None:
         self.pool = pool
         self.pool_id = pool_id
@@ -112,6 +114,7 @@ class Receiver:
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._tally = tally
+        self._on_resume = on_resume
         self._waiting = WaitingOffers(self._too_late)
         self._expects = False
         self._expected: dict[str, Placement] = {}
@@ -282,6 +285,7 @@ class Receiver:
         self._settling.release()
         self._place_expected()
         self._grant_in_order()
+        self._on_resume(self.pool)
 
     def close(self, reason: str = "the engine closed") -> None:
         """Takes no more offers, and ends what is not complete. Idempotent."""

@@ -81,7 +81,7 @@ class Reception:
         self._removed: list[Receiver] = []
         self._num_pools = 0
         self._token: str | None = None
-        self.publishing = Publishing(self._receiver_of, max_read_s=max(lease_s, timeout_s), tally=tally)
+        self.publishing = Publishing(self._receiver_of, max_lease_s=max(lease_s, timeout_s), tally=tally)
         self._listener: Listener | None = None
         self._links: dict[Link, Channel] = {}
         self._owing: set[Link] = set()
@@ -197,6 +197,7 @@ class Reception:
             lease_s=self._lease_s,
             timeout_s=self._timeout_s,
             tally=self._tally,
+            on_resume=self.publishing.look_again,
         )
         if token is not None:
             self._tenants[tenant] = token

@@ -93,14 +93,14 @@ class PageMap:
         the receiver has chosen its pages.
 
         Args:
-            block_table: the receiver's, uint32 ``[seq_ptr[-1]]``, from an offer of the same sequences.
+            block_table: the receiver's, uint32 ``[seq_ptr[-1]]``, for the same sequences.
 
         Raises:
-            GeometryError: this offer has another number of entries, or shares pages otherwise.
+            GeometryError: the snapshot has another number of entries, or shares pages otherwise.
         """
         if len(block_table) != len(self.entries):
             raise GeometryError(
-                f"must be the {len(self.entries)} entries of this offer",
+                f"must be the {len(self.entries)} entries of the snapshot",
                 field="len(block_table)",
                 value=len(block_table),
             )
@@ -110,7 +110,7 @@ class PageMap:
         if wrong.any():
             at = int(wrong.argmax())
             raise GeometryError(
-                "this offer shares pages here that the table does not",
+                "the snapshot shares pages here that the table does not",
                 field=f"block_table[{at}]",
                 value=int(block_table[at]),
             )

@@ -1,10 +1,21 @@
-"""A client keeps the lease of a push alive for as long as it gave the push, however long a layer takes."""
+"""A client keeps the lease of a push or pull alive for as long as it gave it, however long a layer or reading takes."""
 
 from collections.abc import Callable
 
 import pytest
 
-from hurray_rdma.control import Granted, LeaseRenewed, Message, Offer, SessionClosed, TransferFailed, encode
+from hurray_rdma.control import (
+    Fetch,
+    Granted,
+    LeaseRenewed,
+    Message,
+    Offer,
+    Published,
+    SessionClosed,
+    Take,
+    TransferFailed,
+    encode,
+)
 from hurray_rdma.control.exchange import Renew
 from hurray_rdma.control.framing import FrameDecoder
 from hurray_rdma.control.messages import Ping
@@ -62,9 +73,36 @@ def test_what_has_ended_is_not_renewed(pair: ConnectionPair, long_push: int, how
     assert renewals(pair) == []
 
 
-def test_pulls_and_pages_granted_ahead_have_the_time_they_were_given(
-    pair: ConnectionPair, published: int, ahead: int
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_pull_is_renewed_while_it_is_read_or_taken_for_as_long_as_it_was_given(
+    taken: bool, pair: ConnectionPair, make_published: Callable[..., Published]
 ) -> None:
+    fetch = Fetch(key="req-19", deadline_s=1000.0, num_streams=4)
+    transfer_id = pair.client.fetch(fetch, now=pair.now, timeout_s=1000.0)
+    pair.settle()
+    pair.advance(LEASE_S)
+    assert renewals(pair) == [], "there is nothing yet"
+    assert pair.server.publish(transfer_id, make_published(lease_s=LEASE_S), now=pair.now)
+    pair.settle()
+    if taken:
+        assert pair.client.take(transfer_id, Take(page_size=4, head_offset=0, num_heads=2), now=pair.now)
+    pair.advance(10 * LEASE_S)
+    assert renewals(pair) == [LeaseRenewed(transfer_id)] * 40
+    pair.advance(1000.0 - 11 * LEASE_S)
+    assert len(renewals(pair)) == 89, "7.5 s apart, the last 997.5 s after it was asked for"
+    pair.advance(3 * LEASE_S)
+    assert renewals(pair) == []
+
+
+def test_what_is_read_is_not_renewed(pair: ConnectionPair, published: int) -> None:
+    assert pair.client.read_end(published, now=pair.now)
+    pair.settle()
+    pair.take("server")
+    pair.advance(9.0)
+    assert renewals(pair) == []
+
+
+def test_pages_granted_ahead_have_the_time_they_were_given(pair: ConnectionPair, ahead: int) -> None:
     pair.advance(3 * LEASE_S)
     assert renewals(pair) == []
 

@@ -117,7 +117,7 @@ def test_several_senders_fill_the_pages_of_the_first() -> None:
     table = first.block_table([10, 11, 12])
     assert table.tolist() == [12, 10, 12, 11]
     assert second.block_table(second.pages_for(table)).tolist() == table.tolist()
-    with pytest.raises(GeometryError, match=r"block_table\[1\] = 10: this offer shares pages here"):
+    with pytest.raises(GeometryError, match=r"block_table\[1\] = 10: the snapshot shares pages here"):
         mapped(4, 4, [[1, 1], [1, 0]], [8, 7]).pages_for(table)
     with pytest.raises(GeometryError, match=r"len\(block_table\) = 4: must be the 2 entries"):
         mapped(4, 4, [[1, 1]], [8]).pages_for(table)
