@@ -96,8 +96,8 @@ class DirectionStats:
     num_transfers: int
     """Completed; failed ones are in ``failures``."""
     nbytes: int
-    """Page bytes moved, the sum of ``lanes``. Of what was read from here one-sidedly all that has tokens counts: what the
-    reader had already it does not say."""
+    """Page bytes moved, the sum of ``lanes``. Where a peer reads by itself (``serve``), those that it had already are
+    among them: it does not say which."""
     num_pages: int | None
     """Pages of the receiver that were written, of one layer and role, as in `TransferStats`."""
     num_resident: int | None

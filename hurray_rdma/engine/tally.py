@@ -138,8 +138,8 @@ class Tally:
             self._flows["fetch"].add_stats(stats)
 
     def served(self, *, nbytes: int, lane: str = "", path: str = "") -> None:
-        """A peer has pulled from here and said so: ``nbytes`` page bytes were sent; or, with an empty lane and path, it
-        read so many itself, less those of pages that it had already, of which it says nothing."""
+        """A peer has pulled ``nbytes`` page bytes from here and said so; lane and path are empty if it read them by
+        itself, and did not say which of them it had already."""
         with self._lock:
             self._flows["serve"].add(nbytes, lane=lane, path=path, seconds=0.0)
 
