@@ -48,8 +48,9 @@ class Engine:
         token: shared secret of the engines; a connecting engine must have the listening one's.
         tls: certificates of the control channel; None is plain TCP.
         timeout_s: default budget of connects, sends and waits, seconds.
-        lease_s: a sender that is silent for this long after its grant loses it, seconds. Senders keep it alive for as
-            long as their own ``timeout_s`` lasts, however long a layer is computed.
+        lease_s: a sender that is silent for this long after its grant loses it, seconds; a reader what it reads, not
+            before this engine's ``timeout_s``. Either keeps it alive for as long as its own ``timeout_s`` lasts,
+            however long a layer is computed or pages are read.
         peer_timeout_s: a peer of which nothing is heard for this long is lost, seconds; it is pinged 20 times as often.
         ahead_pages: pages of each pool that senders may hold ready for small snapshots, all senders together: then a
             small send needs one control message each way. They count as leased; they come back when an offer has to
