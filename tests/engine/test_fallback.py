@@ -342,7 +342,8 @@ def test_wrong_amounts_of_page_data_fail_the_transfer_and_harm_nobody(fault: str
             for tensor in SPEC.tensors:
                 pool.pages(*tensor).view(np.uint8)[...] = 0xEE
             snapshot = Snapshot.from_block_tables(pool, TABLES, seq_lens=SEQ_LENS)
-            async with hand_and_engine(pool, says_quiet=says_quiet, lease_s=0.5) as (hand, engine):
+            lease_s = 5 if says_quiet else 0.5  # which is waited for
+            async with hand_and_engine(pool, says_quiet=says_quiet, lease_s=lease_s) as (hand, engine):
                 transfer_id = hand.offer(snapshot, path=path)
                 granted = (await hand.expect(Granted)).grant.page_ids
                 arrival = await anext(engine.arrivals())
