@@ -24,8 +24,6 @@ _FRAME_NBYTES = 256 << 10
 lease ended, or whose pool was closed, meanwhile; so many take it a tenth of a millisecond."""
 _MAX_AT_ONCE = 8
 """Pulls of one reader that share its connection; others wait, and so do the plans that they need."""
-_MAX_PAGE_RATIO = 256
-"""How many of the source's pages a reader's page may be: joining them costs a step each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,12 +131,6 @@ def _packer_of(delivery: Delivery) -> Packer:
         DeviceUnavailableError: the pages are not in host memory.
     """
     take, spec = delivery.take, delivery.snapshot.pool.spec
-    if take.page_size > _MAX_PAGE_RATIO * spec.page_size:
-        raise GeometryError(
-            f"is above {_MAX_PAGE_RATIO} times the {spec.page_size} of what is published",
-            field="page_size of the reader",
-            value=take.page_size,
-        )
     dest = replace(
         spec,
         page_size=take.page_size,

@@ -24,6 +24,8 @@ __all__ = ["map_pages"]
 
 _MAX_UNITS = 1 << 24
 """Of one offer whose page sizes differ: a few bytes of it, from anybody, could ask for tables of gigabytes else."""
+_MAX_JOINED = 256
+"""Pages of the source in one of the destination: joining them costs a step each."""
 
 Uint32 = NDArray[np.uint32]
 Int64 = NDArray[np.int64]
@@ -49,7 +51,8 @@ def map_pages(
 
     Raises:
         GeometryError: a page ID is not below ``num_pages``, a sequence has more tokens than its pages hold, neither
-            page size divides the other, or unlike page sizes cut it into more than 2**24 pieces.
+            page size divides the other, the destination's is over 256 times the source's, or unlike page sizes cut it
+            into more than 2**24 pieces.
     """
     if src_page_size % dst_page_size and dst_page_size % src_page_size:
         raise GeometryError(
@@ -58,6 +61,10 @@ def map_pages(
     table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, src_page_size)
     page_ids, places = dedupe(table, num_pages=num_pages)
     dst_ptr = starts_of(seq_lens, dst_page_size)
+    if dst_page_size > _MAX_JOINED * src_page_size:
+        raise GeometryError(
+            f"is above {_MAX_JOINED} times the source's {src_page_size}", field="page_size", value=dst_page_size
+        )
     if src_page_size != dst_page_size:
         units = int(dst_ptr[-1]) * max(1, dst_page_size // src_page_size)
         if units > _MAX_UNITS:

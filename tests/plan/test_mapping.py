@@ -62,13 +62,18 @@ def test_a_page_is_as_full_as_the_longest_that_shares_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("src", "dst", "rows", "seq_lens"), [(2**30, 1, [[0]], [2**30]), (1, 2**24, [[0], [1]], [1, 1])]
+    ("src", "dst", "rows", "seq_lens", "rule"),
+    [
+        (2**30, 1, [[0]], [2**30], "16777216 pieces"),
+        (1, 256, [[page] for page in range(2**16 + 1)], [1] * (2**16 + 1), "16777216 pieces"),
+        (1, 2**24, [[0]], [1], "256 times"),
+    ],
 )
-def test_a_few_entries_do_not_become_tables_of_gigabytes(
-    src: int, dst: int, rows: list[list[int]], seq_lens: list[int]
+def test_a_small_offer_does_not_become_tables_of_gigabytes(
+    src: int, dst: int, rows: list[list[int]], seq_lens: list[int], rule: str
 ) -> None:
-    with pytest.raises(GeometryError, match="16777216 pieces"):
-        mapped(src, dst, rows, seq_lens)
+    with pytest.raises(GeometryError, match=rule):
+        mapped(src, dst, rows, seq_lens, num_pages=2**17)
 
 
 def test_page_sizes_without_a_common_measure_are_refused() -> None:
