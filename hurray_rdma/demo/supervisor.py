@@ -58,7 +58,7 @@ class Process:
         """
         try:
             self.connection.send(message)
-        except BrokenPipeError:
+        except OSError:  # broken, reset, or closed here when its end was read
             self.process.join(_LAST_WORDS_S)
             raise _lost(self) from None
 

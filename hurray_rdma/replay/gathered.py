@@ -51,7 +51,7 @@ class Gathered:
         self._current = list(self._lives)
         self._deliveries: list[Delivery] = []
         self._failures: dict[int, Failure] = {}
-        self._num_again = 0
+        self._again: set[int] = set()
         self._lane = ""
         self._problems: list[str] = []
         self.finished: set[int] = set()
@@ -61,7 +61,7 @@ class Gathered:
         """A prefill worker has done this."""
         self._deliveries += news.deliveries
         self._failures.update((each.request, each) for each in news.failures)
-        self._num_again += news.num_again
+        self._again.update(news.again)
 
     def served(self, worker: int, news: DecodeNews) -> None:
         """A decode worker has done this."""
@@ -117,7 +117,7 @@ class Gathered:
         self._expect("requests refused", sum(each.num_refused for each in bounds), len(refused))
         self._expect("distinct blocks sent", expected_unique, num_unique)
         self._expect("bytes sent", (num_entries - num_resident) * block_nbytes, sent_nbytes)
-        if not self._num_again:
+        if not self._again:
             self._expect("resident blocks by the receivers", num_resident, sum(each.num_resident for each in lives))
             if num_resident > resident_most:
                 self._problems.append(f"{num_resident} blocks were resident, of at most {resident_most}")
@@ -137,7 +137,7 @@ class Gathered:
             num_delivered=len(self.finished),
             num_refused=len(refused),
             num_failed=len(failed),
-            num_again=self._num_again,
+            num_again=len(self._again),
             seconds=seconds,
             transfers_per_s=len(self._deliveries) / seconds if seconds else 0.0,
             block_nbytes=block_nbytes,

@@ -19,6 +19,7 @@ __all__ = [
     "Ended",
     "Failure",
     "Finish",
+    "Killed",
     "PrefillNews",
     "Restarted",
     "Sample",
@@ -31,6 +32,13 @@ class Begin:
     """To all: the trace begins."""
 
     start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """To prefill: a decode worker is dead, and is being started again."""
+
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,8 @@ class PrefillNews:
 
     deliveries: tuple[Delivery, ...]
     failures: tuple[Failure, ...]
-    num_again: int
-    """Requests that it took up once more, since their decode worker died."""
+    again: tuple[int, ...]
+    """Requests that it took up once more, since their decode worker died or their session broke."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

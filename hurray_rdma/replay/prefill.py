@@ -1,7 +1,7 @@
 """A prefill worker of a replay: "computes" the blocks of its requests into its pool and sends them when they are due.
 
 A request whose decode worker died is sent again once that worker is back, also if it had been delivered there and its
-output had not been given yet.
+output had not been given yet. One whose session broke, while the worker lives, is sent again after a pause.
 """
 
 from __future__ import annotations
@@ -11,18 +11,31 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hurray_rdma.cache import Lease, PagePool, Snapshot
 from hurray_rdma.demo.child import Link
 from hurray_rdma.demo.messages import Ready
 from hurray_rdma.engine import Engine, Peer
-from hurray_rdma.errors import HurrayError, PeerLostError, PoolExhaustedError
+from hurray_rdma.errors import (
+    DeadlineExceededError,
+    HurrayError,
+    PeerLostError,
+    PoolExhaustedError,
+    TransferAbortedError,
+    TransportError,
+)
 from hurray_rdma.replay.decode import NEWS_S
-from hurray_rdma.replay.messages import Begin, Delivery, Ended, Failure, PrefillNews, Restarted
+from hurray_rdma.replay.messages import Begin, Delivery, Ended, Failure, Killed, PrefillNews, Restarted
 from hurray_rdma.replay.work import Work
 from hurray_rdma.transport import default_context
 
 __all__ = ["prefill"]
+
+_PAUSE_S = 0.3
+"""Before a worker that was lost is tried again."""
+_NOTICE_S = 5.0
+"""A session that breaks may be known as broken so much later than a send that failed by it."""
 
 
 async def prefill(link: Link, work: Work, worker: int, addresses: Sequence[str]) -> None:
@@ -47,13 +60,30 @@ async def prefill(link: Link, work: Work, worker: int, addresses: Sequence[str])
             lane = peers[0].lane
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(desk.dispatch(tasks)), tasks.create_task(desk.tell(link))]
-                while isinstance(message := await link.receive(object), Restarted):
-                    desk.restarted(message)
+                while isinstance(message := await link.receive(object), Killed | Restarted):
+                    desk.hear(message)
                 for task in running:
                     task.cancel()
             link.send(desk.news())
             stats = engine.stats()
     link.send(Ended(stats, lane=lane, num_evicted=0))
+
+
+@dataclass(slots=True)
+class _Way:
+    """To one decode worker."""
+
+    peer: Peer
+    num_deaths: int = 0
+    down: bool = False
+    """It was killed and is not back."""
+    lost_since_s: float | None = None
+    """When it was lost for the first time since a send came through."""
+    lost_s: float = 0.0
+    """When it was lost for the last time."""
+    parked: list[int] = field(default_factory=list)
+    """Requests that wait until it is reached again."""
+    delivered: set[int] = field(default_factory=set)
 
 
 class _Desk:
@@ -62,18 +92,15 @@ class _Desk:
     def __init__(self, work: Work, pool: PagePool, peers: Sequence[Peer], *, worker: int, start_s: float) -> None:
         self._work = work
         self._pool = pool
-        self._peers = peers
+        self._ways = [_Way(peer) for peer in peers]
         self._start_s = start_s
         self._todo = deque(each for each in range(len(work.trace)) if work.prefill_of(each) == worker)
         self._again: deque[int] = deque()
         self._changed = asyncio.Event()
         self._slots = asyncio.Semaphore(work.config.workers.in_flight)
-        self._lives = [0] * len(peers)
-        self._parked: list[list[int]] = [[] for _ in peers]
-        self._delivered: list[set[int]] = [set() for _ in peers]
         self._deliveries: list[Delivery] = []
         self._failures: list[Failure] = []
-        self._num_again = 0
+        self._sent_again: list[int] = []
 
     async def dispatch(self, tasks: asyncio.TaskGroup) -> None:
         """Begins each request when it is due and there is room for it, in order, until it is cancelled."""
@@ -105,21 +132,21 @@ class _Desk:
                 await self._changed.wait()
 
     async def _send(self, request: int, lease: Lease) -> None:
-        worker = int(self._work.decode_of[request])
-        life, started_s = self._lives[worker], time.monotonic()
+        way = self._ways[int(self._work.decode_of[request])]
+        num_deaths, started_s = way.num_deaths, time.monotonic()
         try:
             snapshot = self._compute(request, lease)
             keys = self._work.keys_of(request)
-            stats = await self._peers[worker].send(snapshot, key=str(request), page_keys=keys)
-        except PeerLostError:
-            if self._lives[worker] > life:
-                self._repeat([request])
-            else:
-                self._parked[worker].append(request)
+            stats = await way.peer.send(snapshot, key=str(request), page_keys=keys)
         except HurrayError as error:
-            self._failures.append(Failure(request, type(error).__name__, str(error)))
+            if await self._is_loss(error, way, num_deaths, started_s):
+                self._lost(way, request, error, died=way.num_deaths > num_deaths)
+            else:
+                self._fail(request, error)
         else:
-            self._delivered[worker].add(request)
+            way.delivered.add(request)
+            way.lost_since_s = None
+            self._unpark(way)
             self._deliveries.append(
                 Delivery(
                     request=request,
@@ -147,18 +174,62 @@ class _Desk:
             self._pool, [lease.page_ids], seq_lens=self._work.num_tokens[request : request + 1]
         )
 
-    def restarted(self, message: Restarted) -> None:
-        """What the worker's death took with it is to be sent again."""
-        worker = message.worker
-        self._lives[worker] += 1
-        lost = self._delivered[worker] - message.finished
-        self._delivered[worker] -= lost
-        parked, self._parked[worker] = self._parked[worker], []
-        self._repeat(sorted({*parked, *lost}))
+    async def _is_loss(self, error: HurrayError, way: _Way, num_deaths: int, started_s: float) -> bool:
+        """Whether a send failed since its session broke; over some lanes another error is there first."""
+        if isinstance(error, PeerLostError):
+            return True
+        if not isinstance(error, TransportError | TransferAbortedError | DeadlineExceededError):
+            return False
+        until_s = time.monotonic() + _NOTICE_S
+        while not (broke := way.num_deaths > num_deaths or way.lost_s > started_s or not way.peer.connected):
+            if time.monotonic() > until_s:
+                break
+            await asyncio.sleep(0.05)
+        return broke
+
+    def _lost(self, way: _Way, request: int, error: HurrayError, *, died: bool) -> None:
+        """A send failed with its session: it waits for another one, but not for ever."""
+        now = way.lost_s = time.monotonic()
+        if way.lost_since_s is None:
+            way.lost_since_s = now
+        if died and not way.down:  # it is back already
+            self._repeat([request])
+        elif way.down or now - way.lost_since_s < self._work.config.run.timeout_s:
+            way.parked.append(request)
+            asyncio.get_running_loop().call_later(_PAUSE_S, self._knock, way)
+        else:
+            parked, way.parked = way.parked, []
+            for each in (request, *parked):
+                self._fail(each, error)
+
+    def _knock(self, way: _Way) -> None:
+        """Tries a lost worker with one request; those that wait with it follow when that one is through."""
+        if way.parked and not way.down:
+            self._repeat([way.parked.pop(0)])
+
+    def _unpark(self, way: _Way) -> None:
+        parked, way.parked = way.parked, []
+        self._repeat(parked)
+
+    def _fail(self, request: int, error: HurrayError) -> None:
+        self._failures.append(Failure(request, type(error).__name__, str(error)))
+
+    def hear(self, message: Killed | Restarted) -> None:
+        """Requests for a worker that was killed wait for its return; what its death took with it is sent again."""
+        way = self._ways[message.worker]
+        if isinstance(message, Killed):
+            way.num_deaths += 1
+            way.down = True
+            return
+        way.down, way.lost_since_s = False, None
+        lost = way.delivered - message.finished
+        way.delivered -= lost
+        self._unpark(way)
+        self._repeat(sorted(lost))
 
     def _repeat(self, requests: list[int]) -> None:
         self._again.extend(requests)
-        self._num_again += len(requests)
+        self._sent_again.extend(requests)
         self._changed.set()
 
     async def tell(self, link: Link) -> None:
@@ -169,6 +240,6 @@ class _Desk:
 
     def news(self) -> PrefillNews:
         """What is new since the last call."""
-        news = PrefillNews(tuple(self._deliveries), tuple(self._failures), self._num_again)
-        self._deliveries, self._failures, self._num_again = [], [], 0
+        news = PrefillNews(tuple(self._deliveries), tuple(self._failures), tuple(self._sent_again))
+        self._deliveries, self._failures, self._sent_again = [], [], []
         return news

@@ -72,7 +72,7 @@ class ReplayReport:
     num_failed: int
     """Others that were not delivered."""
     num_again: int
-    """Requests that were sent once more after a decode worker's death."""
+    """Requests that were sent once more after a decode worker's death or a broken session."""
     seconds: float
     """From the first request to the last output."""
     transfers_per_s: float

@@ -13,7 +13,7 @@ from hurray_rdma.errors import ConfigError, ProtocolError
 from hurray_rdma.replay.config import ReplayConfig
 from hurray_rdma.replay.decode import decode
 from hurray_rdma.replay.gathered import Gathered
-from hurray_rdma.replay.messages import Begin, DecodeNews, Ended, Finish, PrefillNews, Restarted
+from hurray_rdma.replay.messages import Begin, DecodeNews, Ended, Finish, Killed, PrefillNews, Restarted
 from hurray_rdma.replay.prefill import prefill
 from hurray_rdma.replay.results import ReplayReport
 from hurray_rdma.replay.trace import Trace
@@ -74,6 +74,7 @@ class _Replay:
         self._kill_at = kill_decode_at
         self._step = step
         self._num_steps = 1
+        self._restarting = False
         workers = work.config.workers
         self._decode = [self._start_decode(number, "127.0.0.1:0") for number in range(workers.decode)]
         self._addresses = [supervisor.receive(each, Listening).address for each in self._decode]
@@ -92,7 +93,7 @@ class _Replay:
     def run(self, name: str, facts: MachineFacts) -> ReplayReport:
         for process in (*self._decode, *self._prefill):
             process.send(self._begin)
-        while not self._gathered.done:
+        while not self._gathered.done or self._restarting:
             self._take(*self._supervisor.receive_any([*self._decode, *self._prefill], object))
             self._show()
             if self._kill_at is not None and self._gathered.num_through >= self._kill_at:
@@ -114,6 +115,7 @@ class _Replay:
             case Listening():  # a decode worker is back
                 worker = self._decode.index(process)
                 self._gathered.began(worker)
+                self._restarting = False
                 process.send(self._begin)
                 for sender in self._prefill:
                     sender.send(Restarted(worker, frozenset(self._gathered.finished)))
@@ -129,6 +131,9 @@ class _Replay:
     def _kill(self) -> None:
         self._supervisor.kill(self._decode[_KILLED])
         self._gathered.killed(_KILLED)
+        self._restarting = True
+        for sender in self._prefill:
+            sender.send(Killed(_KILLED))
         self._decode[_KILLED] = self._start_decode(_KILLED, self._addresses[_KILLED])
 
     def _finish(self, process: Process) -> None:

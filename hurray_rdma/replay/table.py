@@ -34,7 +34,7 @@ def print_report(report: ReplayReport, *, console: Console) -> None:
 
 def _rows(report: ReplayReport) -> list[tuple[str, str]]:
     cache, workers, run = report.config.cache, report.config.workers, report.config.run
-    again = f", {report.num_again:,} sent again after a worker's death" if report.num_again else ""
+    again = f", {report.num_again:,} sent again after a worker's death or a broken session" if report.num_again else ""
     failed = f", [bold red]{report.num_failed:,} failed[/bold red]" if report.num_failed else ""
     ended = ", ".join(f"{count:,} {name}" for name, count in sorted(report.refusals.items())) or "none"
     return [

@@ -187,3 +187,15 @@ def test_ctrl_c_is_the_supervisors_business() -> None:
         child.send(1)
         assert supervisor.receive(child, int) == 1
         supervisor.finish(child)
+
+
+def test_who_has_ended_and_was_read_to_its_end_is_not_sent_to() -> None:
+    with Supervisor(deadline_s=60) as supervisor:
+        process = supervisor.start("first", echo, "hello")
+        supervisor.receive(process, str)
+        process.send(3)
+        supervisor.receive(process, int)
+        supervisor.finish(process)
+        assert process.connection.closed
+        with pytest.raises(PeerLostError, match=r"the first process \(pid \d+\) ended with exit code 0"):
+            process.send("too late")

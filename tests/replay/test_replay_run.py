@@ -49,9 +49,12 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert memory.left() == set()
 
 
-def settings(*, speed: float = float("inf"), **workers: int) -> Any:
+def settings(*, run: dict[str, Any] | None = None, **workers: int) -> Any:
     return load_config(
-        overrides={"workers": {"prefill_pages": 512, **workers}, "run": {"speed": speed, "deadline_s": 110.0}}
+        overrides={
+            "workers": {"prefill_pages": 512, **workers},
+            "run": {"speed": float("inf"), "deadline_s": 110.0, **(run or {})},
+        }
     )
 
 
@@ -138,6 +141,21 @@ def test_a_decode_worker_killed_in_the_middle_costs_no_request(trace: Path) -> N
     assert second.num_requests > 0
     # What it had shown before its death counts once, what it had not is in its second life.
     assert sum(life.num_requests for life in report.lives) >= NUM_PUBLIC
+
+
+@pytest.mark.parametrize(("lane", "left"), [("tcp", 20), ("", 1)])
+def test_a_kill_costs_no_request_on_a_lane_with_errors_of_its_own_nor_when_it_comes_last(
+    tmp_path: Path, lane: str, left: int
+) -> None:
+    """Over tcp UCX may say that the endpoint is gone before the session is; the last kill outlives the requests."""
+    path = make_trace(tmp_path, requests=40)
+    largest = max(len(request["hash_ids"]) for request in lines_of(path))
+    config = settings(prefill=2, decode=2, decode_pages=largest + 200, run={"lane": lane})
+    report = replayed(path, config, kill_decode_at=40 - left)
+    assert report.num_delivered == 40
+    first, _, second = report.lives
+    assert (first.worker, second.worker) == (0, 0)
+    assert first.killed_s is not None
 
 
 def test_requests_larger_than_a_pool_are_refused_and_the_others_served(tmp_path: Path) -> None:
