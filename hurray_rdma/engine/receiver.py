@@ -175,7 +175,7 @@ class Receiver:
             return
         try:
             await asyncio.to_thread(self.pool.renew)
-        except (RegistrationError, DeadlineExceededError) as error:
+        except HurrayError as error:
             _log.warning("pages of pool %r stay in quarantine: %s", self.name, error)
             return
         for lease in left:

@@ -200,7 +200,7 @@ def test_where_the_kernel_lets_a_sender_write_its_pages_wait_for_its_end_or_its_
 
 def test_a_sender_over_tcp_is_silent_once_its_own_worker_is_closed() -> None:
     async def job() -> None:
-        async with half_written("tcp", lease_s=0.5, peer_timeout_s=3) as (pool, engine, child, arrival):
+        async with half_written("tcp", lease_s=0.5, peer_timeout_s=6) as (pool, engine, child, arrival):
             with pytest.raises(DeadlineExceededError):
                 await arrival.snapshot()
             await settled(pool, 4, 0, 4)
@@ -208,7 +208,7 @@ def test_a_sender_over_tcp_is_silent_once_its_own_worker_is_closed() -> None:
             with pytest.raises(RegistrationError, match="not as shared memory"):
                 await engine.reregister()
             assert engine.stats().generations == {"default": 1}
-            await settled(pool, 8, 0, 0)  # nothing was heard for 3 s: the session is over, and the worker closed
+            await settled(pool, 8, 0, 0)  # nothing was heard for 6 s: the session is over, and the worker closed
             assert engine.stats().num_sessions == 0
             guard(pool)
             child.signal(signal.SIGCONT)
