@@ -109,9 +109,14 @@ class Arrival:
     async def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
         """Returns when all pages of one layer, every role, are in place.
 
-        With a stream it returns at once, and what is queued on the stream from then on waits for the layer, without the
-        host. It waits for an arrival that fails, too, and no longer than ``timeout_s``: only `snapshot` tells whether
-        all pages are there. Do not block the thread of the event loop on the stream before.
+        With a stream it returns once the wait is queued, at once unless the stream's queue is full, and what is queued
+        on the stream from then on waits for the layer, without the host. It waits for an arrival that fails, too, and
+        no longer than ``timeout_s``: only `snapshot` tells whether all pages are there.
+
+        Do not block the thread of the event loop on the stream before. Have every kernel run once before its first
+        wait, or set ``CUDA_MODULE_LOADING=EAGER``: the first launch of a kernel loads it, which waits for all that is
+        on the GPU, and holds up other calls of CUDA's meanwhile. CUDA knows nothing of these waits when it orders work
+        of several streams: let no stream that is to fill or send the pages come after one that waits for them.
 
         Args:
             layer: as of `CacheSpec.layer_indices`: 0 to num_layers - 1 unless the pool has a group of the layers.
@@ -128,7 +133,7 @@ class Arrival:
         if layer not in self._layers:
             raise GeometryError(f"must be one of {tuple(self._layers)}", field="layer", value=layer)
         if stream is not None and not self._layers[layer].is_set():
-            self._let_wait(stream, layer, self._timeout_s if timeout_s is None else timeout_s)
+            await self._let_wait(stream, layer, self._timeout_s if timeout_s is None else timeout_s)
         else:
             await self._wait(self._layers[layer], f"layer {layer}", timeout_s)
 
@@ -171,19 +176,25 @@ class Arrival:
         if self.state is ArrivalState.RELEASED:
             raise LeaseExpiredError(f"arrival {self.key!r} was released; snapshot() and wait_layer() need its pages")
 
-    def _let_wait(self, stream: Any, layer: int, timeout_s: float) -> None:
-        index = device_of(self._pool, stream)
-        gate = self._pool.regions[0].context.gates.make(index=index)
-        try:
-            gate.wait(stream, index=index)
-        except BaseException:
-            gate.open()
-            raise
+    async def _let_wait(self, stream: Any, layer: int, timeout_s: float) -> None:
+        # CUDA's calls block while the stream's queue is full, maybe behind another gate, which this loop has to open.
+        index, gates = device_of(self._pool, stream), self._pool.regions[0].context.gates
+        if gates.exhausted:
+            await asyncio.to_thread(gates.reserve, index=index)
+            if self._layers[layer].is_set():
+                return
+        gate = gates.make(index=index)
         self._gates[layer][gate] = asyncio.get_running_loop().call_later(timeout_s, self._open, layer, gate)
+        try:
+            await asyncio.to_thread(gate.wait, stream, index=index)
+        except BaseException:
+            self._open(layer, gate)
+            raise
 
     def _open(self, layer: int, gate: Gate) -> None:
-        self._gates[layer].pop(gate).cancel()
-        gate.open()
+        if (timer := self._gates[layer].pop(gate, None)) is not None:
+            timer.cancel()
+            gate.open()
 
     def _set(self, layers: Iterable[int]) -> None:
         """Whoever waits for these layers goes on: they are in place, or never will be."""

@@ -1,6 +1,6 @@
 """Points on CUDA streams that transfers wait for: what was queued before them has filled the pages.
 
-Knows pools and streams; asks the transport. Nothing here blocks.
+Knows pools and streams; asks the transport. Nothing here blocks, unless a stream's queue is full.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hurray_rdma.cache import PagePool
 from hurray_rdma.errors import HurrayError
 from hurray_rdma.transport import stream_device
 
-__all__ = ["Mark", "device_of", "mark_of"]
+__all__ = ["Mark", "device_of", "mark_of", "marked"]
 
 
 class Mark:
@@ -60,6 +60,13 @@ class Mark:
 def mark_of(pool: PagePool, stream: Any) -> Mark | None:
     """A point on the stream as it is now; one that was made before is returned itself, and None where there is none."""
     return stream if stream is None or isinstance(stream, Mark) else Mark(pool, stream)
+
+
+async def marked(pool: PagePool, stream: Any) -> Mark | None:
+    """`mark_of` for a task: CUDA blocks while the stream's queue is full, maybe behind a gate that the loop opens."""
+    if stream is None or isinstance(stream, Mark):
+        return stream
+    return await asyncio.to_thread(Mark, pool, stream)
 
 
 def device_of(pool: PagePool, stream: Any) -> int:

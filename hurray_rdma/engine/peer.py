@@ -18,7 +18,7 @@ from hurray_rdma.control import MAX_QUIET_SESSIONS, parse_address
 from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
-from hurray_rdma.engine.marks import mark_of
+from hurray_rdma.engine.marks import marked
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.refreshing import Refreshing
 from hurray_rdma.engine.stats import TransferStats
@@ -206,7 +206,7 @@ class Peer:
         budget_s = self._timeout_s if timeout_s is None else timeout_s
         name = key if key is not None else uuid.uuid4().hex
         check_context(snapshot.pool, self._surroundings.context)
-        mark = mark_of(snapshot.pool, stream)
+        mark = await marked(snapshot.pool, stream)
         connection = self._connection
         try:
             ready = mark is None or mark.has_passed()
@@ -248,7 +248,7 @@ class Peer:
             HurrayError: as `send`; the groups that were not complete are aborted.
         """
         name = key if key is not None else uuid.uuid4().hex
-        marks = {group: mark_of(snapshot.pool, stream) for group, snapshot in snapshots.items()}
+        marks = {group: await marked(snapshot.pool, stream) for group, snapshot in snapshots.items()}
         async with contextlib.AsyncExitStack() as ending:
             transfers = {
                 group: await ending.enter_async_context(

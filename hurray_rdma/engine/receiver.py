@@ -254,7 +254,7 @@ class Receiver:
             self._refuse(*waiting.key, self._stale(waiting.offer))
         if not whole:
             return
-        revoked = {Reach.KEY}
+        revoked = {Reach.KEY} if all(region.key_revoked for region in self.pool.regions) else set()
         if all(region.allocated for region in self.pool.regions):
             revoked.add(Reach.MAPPING)
         self.granted.renewed(revoked)

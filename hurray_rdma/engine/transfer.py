@@ -17,7 +17,7 @@ from hurray_rdma.control import Grant
 from hurray_rdma.engine.compat import page_map_of
 from hurray_rdma.engine.exchange import Exchange, Route, offer_of, retain
 from hurray_rdma.engine.frames import Packer, frame_nbytes
-from hurray_rdma.engine.marks import Mark, mark_of
+from hurray_rdma.engine.marks import Mark, marked
 from hurray_rdma.engine.mover import Mover, Moves
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
@@ -170,8 +170,12 @@ class Transfer(Exchange[Grant]):
     async def _send(self, layers: list[int], stream: Any) -> None:
         if self._error is not None:
             raise self._error
-        mark = mark_of(self._snapshot.pool, self._stream if stream is None else stream)
         self._sent_layers.update(layers)
+        try:
+            mark = await marked(self._snapshot.pool, self._stream if stream is None else stream)
+        except BaseException:
+            self._sent_layers.difference_update(layers)
+            raise
         if mark is not None:
             await self._computed(mark)
         if self._mover is not None:

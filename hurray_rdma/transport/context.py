@@ -3,7 +3,7 @@
 All regions that an engine uses must belong to its context, so pools and engines take one as an argument and default to
 `default_context`. Settings that shape the context are read here, before it is made.
 
-UCX reads its own ``UCX_*`` environment variables; the two settings below outrank UCX's defaults, not the user's
+UCX reads its own ``UCX_*`` environment variables; the settings below outrank UCX's defaults, not the user's
 environment.
 """
 
@@ -15,6 +15,7 @@ import re
 import threading
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
@@ -33,6 +34,8 @@ _DEFAULT_OPTIONS = {
     # software RMA over tcp on the loopback device, at a tenth of the speed.
     "CMA_MEMORY_INVALIDATE": "y",
     "POSIX_ERROR_HANDLING": "y",
+    # The cache would keep the card's registration of the caller's memory, and its key, beyond `Region.renew`.
+    "RCACHE_ENABLE": "n",
 }
 _SHARED_MEMORY = re.compile(r"\b(posix|sysv|cma|xpmem|knem)/")
 
@@ -85,6 +88,10 @@ class Context:
     def gates(self) -> Gates:
         """Lets CUDA streams wait for pages."""
         return Gates(self.driver)
+
+    def of_any_device(self) -> AbstractContextManager[None]:
+        """While this thread asks CUDA for what needs a context, whichever: that of a device in use, else the first."""
+        return self.driver.current(0 if self._device_index is None else self._device_index)
 
     def missing_flush(self, index: int) -> int | None:
         """As `devices.missing_flush`, asked once for each device."""

@@ -73,6 +73,8 @@ class Region:
         """What kind of memory of the device it is."""
         self.num_renewals = 0
         """How often `renew` has replaced its registration."""
+        self.key_revoked = False
+        """Whether the last `renew` made the key that peers had void: a registration cache may hand out the same."""
         self._pinned = False
         """By `pin`, here."""
 
@@ -108,8 +110,12 @@ class Region:
 
     def remote(self) -> RemoteRegion:
         """What a peer needs to reach this region (``ucp_rkey_pack``)."""
-        rkey = seal(self.memory.pack_rkey())
+        rkey = seal(self._packed_key())
         return RemoteRegion(remote_addr=self.address, nbytes=self.nbytes, rkey=rkey, device=self.device)
+
+    def _packed_key(self) -> bytes:
+        with self.current():
+            return self.memory.pack_rkey()
 
     @property
     def device_index(self) -> int | None:
@@ -138,19 +144,22 @@ class Region:
         Raises:
             TransportError: there is no CUDA driver, or it refuses.
         """
-        self.context.driver.pin(self.seen_address, self.nbytes)
+        with self.context.of_any_device():
+            self.context.driver.pin(self.seen_address, self.nbytes)
         self._pinned, self.backing = True, Backing.PINNED
 
     def _page_locked(self) -> bool:
         """Whether devices have the pages at its address: by `pin`, or by UCX, which pins where a context is current."""
         if self._pinned or not self.allocated or "cuda" not in self.context.device_kinds:
             return self._pinned
-        return host_backing(self.context.driver, self.seen_address) is Backing.PINNED
+        with self.context.of_any_device():
+            return host_backing(self.context.driver, self.seen_address) is Backing.PINNED
 
     def _unpin(self) -> None:
         if self._pinned:
             self._pinned, self.backing = False, Backing.PLAIN
-            self.context.driver.unpin(self.seen_address)
+            with self.context.of_any_device():
+                self.context.driver.unpin(self.seen_address)
 
     def _pin_again(self, backing: Backing) -> None:
         """Or leaves it as ordinary memory, which works as well, and slower."""
@@ -172,7 +181,7 @@ class Region:
             raise RegistrationError(str(error), field="device", value=self.device) from error
 
     def renew(self) -> None:
-        """Registers the same bytes anew: no rkey and no mapping that a peer has reaches them any more.
+        """Registers the same bytes anew: no rkey and no mapping that a peer has reaches them any more (`key_revoked`).
 
         Arrays stay where they are and keep their content; nobody may write through them during the call. What a peer
         on this host may still write into memory that UCX did not allocate (``cma``) it may write afterwards, too.
@@ -183,12 +192,14 @@ class Region:
         """
         self.check_renewable()
         old, backing, pinned = self.memory, self.backing, self._page_locked()
+        key = self._packed_key()
         if pinned:  # which holds the pages that are to be replaced: devices would go on to copy those
             self._pinned = True
             self._unpin()
         try:
             self._memory = self.context.remake(self)
             self.num_renewals += 1
+            self.key_revoked = self.allocated or self._packed_key() != key
             if not self.allocated:
                 self._seen = self._memory
             if old is not self._seen:

@@ -19,7 +19,7 @@ __all__ = ["Gate", "Gates", "StreamWatch", "stream_device", "stream_handle"]
 
 _FIRST_LOOK_S = 20e-6
 _LONGEST_LOOK_S = 500e-6
-_WORDS_AT_A_TIME = 1024
+_WORDS_AT_A_TIME = 16384
 _WRAP = 2**32
 _PER_THREAD = 2
 """CU_STREAM_PER_THREAD."""
@@ -156,7 +156,7 @@ class Gate:
     _opened: bool = False
 
     def wait(self, stream: Any, *, index: int) -> None:
-        """Lets what is queued on the stream from now on wait for the gate; returns at once.
+        """Lets what is queued on the stream from now on wait for the gate; blocks where the stream's queue is full.
 
         Args:
             stream: as of `stream_handle`.
@@ -166,20 +166,23 @@ class Gate:
             ConfigError: it is no stream.
             TransportError: CUDA refuses.
         """
-        with self._lock:
-            if not self._opened:
-                self._gates.wait(stream_handle(stream), index, self._place, self._value)
+        # CUDA may block here, until the stream's queue has room. A word that is opened meanwhile lets it pass as well.
+        if not self._opened:
+            self._gates.wait(stream_handle(stream), index, self._place, self._value)
 
     def open(self) -> None:
-        """Idempotent; on any thread."""
+        """Idempotent; on any thread; calls nothing of CUDA's, and waits for nobody who does."""
         with self._lock:
-            if not self._opened:
-                self._opened = True
-                self._gates.open(self._place, self._value)
+            if self._opened:
+                return
+            self._opened = True
+            self._gates.open(self._place, self._value)
 
 
 class Gates:
     """Gates of one process, in words of page-locked memory that are used again, with the next value each time.
+
+    No lock is held during a call of CUDA's: whoever opens a gate must never wait for one that a closed gate blocks.
 
     Args:
         driver: makes the words, and lets streams wait for them.
@@ -200,14 +203,33 @@ class Gates:
         Raises:
             TransportError: no memory.
         """
+        while True:
+            with self._lock:
+                if self._free:
+                    place, value = self._free.pop()
+                    return Gate(self, place, (value + 1) % _WRAP)
+            self.reserve(index=index)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next gate takes new words, which CUDA may be slow to make."""
+        return not self._free
+
+    def reserve(self, *, index: int) -> None:
+        """Words for more gates.
+
+        Args:
+            index: as of `make`.
+
+        Raises:
+            TransportError: no memory.
+        """
+        with self._driver.current(index):
+            words = self._driver.make_words(_WORDS_AT_A_TIME)
         with self._lock:
-            if not self._free:
-                with self._driver.current(index):
-                    self._words.append(self._driver.make_words(_WORDS_AT_A_TIME))
-                first = (len(self._words) - 1) * _WORDS_AT_A_TIME
-                self._free = [(place, 0) for place in range(first, first + _WORDS_AT_A_TIME)]
-            place, value = self._free.pop()
-            return Gate(self, place, (value + 1) % _WRAP)
+            first = len(self._words) * _WORDS_AT_A_TIME
+            self._words.append(words)
+            self._free += [(place, 0) for place in range(first, first + _WORDS_AT_A_TIME)]
 
     def wait(self, stream: int, index: int, place: int, value: int) -> None:
         """For `Gate`."""

@@ -495,6 +495,14 @@ def test_a_renewal_that_fails_half_way_has_a_generation_and_brings_no_page_back(
             raise RegistrationError("no memory")
         return remake(context, region)
 
+    renew = Region.renew
+
+    def with_a_new_key(region: Region) -> None:  # as network cards have them
+        renew(region)
+        region.key_revoked = True
+
+    monkeypatch.setattr(Region, "renew", with_a_new_key)
+
     async def job() -> None:
         with make_pool(SPEC, 8, "caller's") as pool, make_pool(SPEC, 8) as source:
             fill(source, 8)

@@ -279,6 +279,40 @@ def test_a_stream_waits_for_a_layer_without_the_host(driver: RecordedDriver, sou
     run(job())
 
 
+def test_a_layer_comes_while_cuda_blocks_on_a_full_stream(
+    driver: RecordedDriver, source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream's queue is full behind a gate, and the loop opens that gate."""
+    held: list[bool] = []
+
+    def full(stream: int, address: int, value: int) -> None:
+        held.append(False)
+        deadline = time.monotonic() + 10
+        word = (address - DEVICE_ADDRESS) // 4
+        while driver.words[0].host[word] != value and time.monotonic() < deadline:
+            time.sleep(0.002)
+        held[:] = [time.monotonic() < deadline]
+
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+            peer.begin(snapshot_of(source, [3, 1])) as transfer,
+        ):
+            arrival = await first(receiver)
+            waiting = asyncio.create_task(wait(arrival, 0))
+            await until(lambda: held == [False])
+            await transfer.send_rest()
+            await waiting
+            assert held == [True]
+            await arrival.snapshot()
+            arrival.release()
+
+    monkeypatch.setattr(driver, "wait_word", full)
+    run(job())
+
+
 def test_nothing_is_left_of_waits_that_are_over(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
     async def job() -> None:
         async with (

@@ -70,6 +70,8 @@ class RecordedDriver:
         self.calls.append(("wait", stream, address, value, self.context[-1]))
 
     def pin(self, address: int, nbytes: int) -> None:
+        if not self.context:
+            raise TransportError("pin: invalid device context", status=201)
         self.calls.append(("pin", address, nbytes))
         self._may("pin")
 

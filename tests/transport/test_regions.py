@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -101,3 +103,31 @@ def test_memory_that_ucx_has_pinned_is_pinned_anew_when_it_is_replaced(
     assert driver.calls == [("unpin", region.seen_address), ("pin", region.seen_address, region.nbytes)]
     assert region.backing is Backing.PLAIN
     region.close()
+
+
+def test_page_locking_has_a_context_in_threads_that_cuda_has_not_seen(driver: RecordedDriver, context: Context) -> None:
+    with PagePool.allocate(SPEC, 4, pinned=True, context=context) as pool:
+        context._device_index = 3
+        thread = threading.Thread(target=pool.renew)
+        thread.start()
+        thread.join(timeout=10)
+        assert pool.backing is Backing.PINNED
+    assert driver.context == []
+
+
+def test_a_key_counts_as_revoked_only_where_another_one_took_its_place(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.zeros(4096, np.uint8)
+    region = context.register(array.ctypes.data, array.nbytes, owner=array)
+    keys = iter((b"old", b"new", b"new", b"new"))
+    monkeypatch.setattr(Region, "_packed_key", lambda _: next(keys))
+    for revoked in (True, False):
+        region.renew()
+        assert region.key_revoked is revoked
+    region.close()
+    allocated = context.allocate(4096)
+    monkeypatch.setattr(Region, "_packed_key", lambda _: b"same")
+    allocated.renew()
+    assert allocated.key_revoked, "its bytes are elsewhere"
+    allocated.close()

@@ -125,15 +125,15 @@ def test_a_gate_lets_streams_wait_for_a_word_until_it_is_opened() -> None:
 
 
 def test_words_are_used_again_with_the_next_value() -> None:
-    driver = RecordedDriver()
+    driver, count = RecordedDriver(), streams._WORDS_AT_A_TIME + 500
     gates = Gates(driver)
     values: list[dict[object, object]] = []
     for _ in range(3):
-        made = [gates.make(index=0) for _ in range(1500)]
+        made = [gates.make(index=0) for _ in range(count)]
         for gate in made:
             gate.wait(1, index=0)
-        waits = driver.calls[-1500:]
-        assert len({call[2] for call in waits}) == 1500, "no two closed gates share a word"
+        waits = driver.calls[-count:]
+        assert len({call[2] for call in waits}) == count, "no two closed gates share a word"
         values.append({call[2]: call[3] for call in waits})
         for gate in made:
             gate.open()
@@ -154,3 +154,31 @@ def test_a_word_that_was_used_four_billion_times_begins_anew() -> None:
     assert driver.calls[-1][3] == 0
     gate.open()
     assert driver.words[0].host[place] == 0
+
+
+class FullQueue(RecordedDriver):
+    """Calls on streams block until there is room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.room = threading.Event(), threading.Event()
+
+    def wait_word(self, stream: int, address: int, value: int) -> None:
+        self.blocks.set()
+        assert self.room.wait(10)
+        super().wait_word(stream, address, value)
+
+
+def test_gates_are_made_and_opened_while_cuda_blocks_on_a_full_stream() -> None:
+    driver = FullQueue()
+    gates = Gates(driver)
+    gate = gates.make(index=0)
+    waiting = threading.Thread(target=gate.wait, args=(1,), kwargs={"index": 0})
+    waiting.start()
+    assert driver.blocks.wait(10)
+    gates.make(index=0).open()
+    gate.open()
+    assert sum(driver.words[0].host) == 2, "both are open"
+    driver.room.set()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()

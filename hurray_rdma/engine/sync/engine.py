@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import PagePool, PoolGroups, Snapshot
 from hurray_rdma.control import Tls
 from hurray_rdma.engine import engine as asynchronous
+from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.sync.arrival import Arrival
@@ -155,14 +156,14 @@ class Engine:
         on_end: Callable[[str, int], None] | None = None,
     ) -> None:
         """As of `hurray_rdma.Engine.publish`; ``on_end`` is called on the engine's thread, which must not wait."""
-        publish = self._engine.publish
+        publish, mark = self._engine.publish, mark_of(snapshot.pool, stream)
         self._thread.run(
             on_loop(
                 lambda: publish(
                     key,
                     snapshot,
                     page_keys=page_keys,
-                    stream=stream,
+                    stream=mark,
                     lease_s=lease_s,
                     max_readers=max_readers,
                     on_end=on_end,
