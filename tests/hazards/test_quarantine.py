@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -116,17 +115,14 @@ async def whole_pool_is_usable(pool: PagePool, engine: Engine) -> None:
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a fork"])
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_of_a_killed_sender_come_back_by_themselves(way: str, forked: bool) -> None:
-    """A fork of it keeps the connection open: then the end of the process is known long before that of the session."""
+    """A fork of it keeps the connection open: then only its silence tells of the end of the session."""
 
     async def job() -> None:
-        async with half_written(way, forked=forked, lease_s=60, peer_timeout_s=1) as (pool, engine, child, arrival):
-            started = time.monotonic()
+        async with half_written(way, forked=forked, lease_s=60, peer_timeout_s=2) as (pool, engine, child, arrival):
             child.signal(signal.SIGKILL)
-            with pytest.raises(PeerLostError):
+            with pytest.raises(PeerLostError, match="nothing was heard" if forked else None):
                 await arrival.snapshot()
-            assert (time.monotonic() - started > 0.5) is forked
             await settled(pool, 8, 0, 0)
-            assert time.monotonic() - started < 3
             guard(pool)
             stats = engine.stats()
             assert (stats.num_quarantined, stats.num_recovered, stats.num_leases_expired) == (4, 4, 0)
