@@ -71,8 +71,8 @@ def replay(
             told = room.run_replay(settings, read, name=trace.name, kill_decode_at=kill_decode_at, on_step=bar.step)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    room.print_report(told, console=output.console)
     output.write(told)
+    room.print_report(told, console=output.console)
     if report is not None:
         output.console.print(f"The page: {room.write_page(told, report)}", highlight=False)
     if told.problems:

@@ -4,7 +4,7 @@ This room reads traces, starts processes, and checks what comes out against coun
 any application would; nothing imports it but the command line.
 
 Bottom up: `trace`, `config`, `work` (what all processes know), `kept` (a prefix cache), `prefill` and `decode` (the
-processes), `expected` (counts from the trace), `gathered`, `run`; `results` is what `table` and `page` show.
+processes), `expected` (counts from the trace), `checks`, `gathered`, `run`; `results` is what `table` and `page` show.
 """
 
 from hurray_rdma.replay.config import ReplayConfig, load_config

@@ -24,30 +24,24 @@ _GRANTED, _SEEN, _COMPLETED, _RELEASED = range(4)
 class Bounds:
     """What the trace says of the requests of one decode worker."""
 
-    num_refused: int
-    """Requests larger than its pool."""
-    num_entries: int
-    """Blocks of the others, repeats included."""
     num_unique: int
-    """Distinct ones: each must be sent at least once."""
+    """Distinct blocks of those that are not larger than its pool: each must be sent at least once."""
     num_resident_most: int
     """Blocks that an endless cache would hold when they come again, were requests served one after the other."""
 
 
 def bounds_of(work: Work, worker: int) -> Bounds:
     """Counts them."""
-    num_refused = num_entries = num_resident = 0
+    num_resident = 0
     seen: set[int] = set()
     for request in np.flatnonzero(work.decode_of == worker).tolist():
         blocks = work.trace.blocks_of(request).tolist()
         if len(blocks) > work.config.workers.decode_pages:
-            num_refused += 1
             continue
-        num_entries += len(blocks)
         full = blocks[:-1] if work.trace.ragged[request] else blocks
         num_resident += sum(block in seen for block in full)
         seen.update(blocks)
-    return Bounds(num_refused, num_entries, len(seen), num_resident)
+    return Bounds(len(seen), num_resident)
 
 
 @dataclass(slots=True, eq=False)

@@ -44,7 +44,8 @@ def run_replay(
         on_step: progress.
 
     Raises:
-        ConfigError: a request is larger than a prefill worker's pool, or so many requests will not come.
+        ConfigError: a request is larger than a prefill worker's pool, so many requests will not come, or the last one
+            comes after the deadline.
         HurrayError: a worker failed or died unasked, time is up, or bytes differ (MismatchError).
     """
     _check(config, trace, kill_decode_at)
@@ -59,12 +60,23 @@ def _check(config: ReplayConfig, trace: Trace, kill_decode_at: int | None) -> No
     largest = int(trace.lengths.argmax())
     if trace.lengths[largest] > config.workers.prefill_pages:
         raise ConfigError(
-            f"line {trace.lines[largest]} of the trace has {trace.lengths[largest]} blocks",
+            f"must be at least the {trace.lengths[largest]} blocks of the request in line {trace.lines[largest]}",
             field="workers.prefill_pages",
             value=config.workers.prefill_pages,
+            fix="Give prefill workers more pages (--prefill-pages), or take fewer requests (--requests)",
         )
     if kill_decode_at is not None and not 0 <= kill_decode_at < len(trace):
-        raise ConfigError(f"must be below the {len(trace)} requests", field="--kill-decode-at", value=kill_decode_at)
+        raise ConfigError(
+            f"must be from 0 to below the {len(trace)} requests", field="--kill-decode-at", value=kill_decode_at
+        )
+    last_s = float(trace.arrival_s[-1]) / config.run.speed
+    if last_s >= config.run.deadline_s:
+        raise ConfigError(
+            f"must be above the {last_s:,.1f} s after which the last request comes, at speed {config.run.speed:g}",
+            field="run.deadline_s",
+            value=config.run.deadline_s,
+            fix="Give it more time (--deadline), or run faster (--speed)",
+        )
 
 
 class _Replay:

@@ -21,7 +21,7 @@ def print_report(report: ReplayReport, *, console: Console) -> None:
     facts = facts_table()
     for name, text in _rows(report):
         facts.add_row(name, text)
-    console.print(Panel(facts, title=f"hurray_rdma replay: {report.trace}", title_align="left", expand=False))
+    console.print(Panel(facts, title=Text(f"hurray_rdma replay: {report.trace}"), title_align="left", expand=False))
     console.print(_lives(report))
     for each in report.malformed[:_MALFORMED_SHOWN]:
         console.print(Text(f"line {each.line} was skipped: {each.rule}", style="yellow"), soft_wrap=True)

@@ -6,10 +6,11 @@ input, and equal IDs are equal prefixes.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -94,39 +95,76 @@ def read_trace(path: Path, *, skip_malformed: bool, limit: int | None = None) ->
     """
     try:
         with path.open("rb") as file:
-            return parse_trace(file, skip_malformed=skip_malformed, limit=limit)
+            return parse_trace(file, skip_malformed=skip_malformed, limit=limit, name=str(path))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", field="trace", value=str(path)) from error
 
 
-def parse_trace(lines: Iterable[bytes], *, skip_malformed: bool, limit: int | None = None) -> Trace:
-    """The same of lines as they come; arguments and errors as of `read_trace`."""
+def parse_trace(
+    lines: Iterable[bytes], *, skip_malformed: bool, limit: int | None = None, name: str = "trace"
+) -> Trace:
+    """The same of lines as they come; ``name`` is told where they are wrong, the rest is as of `read_trace`."""
     decoder = msgspec.json.Decoder(_Line)
     kept: list[tuple[int, _Line]] = []
     malformed: list[Malformed] = []
+    places: dict[int, _Place] = {}
     for number, text in enumerate(lines, 1):
         if limit is not None and len(kept) == limit:
             break
         if not text.strip():
             continue
         try:
-            line = decoder.decode(text)
-            _check(line)
+            line = _decoded(decoder, text)
+            _check(line, places)
         except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
             if not skip_malformed:
                 raise ConfigError(
-                    f"line {number} is no request: {error}", field="trace", value=text[:60], fix="Or --skip-malformed"
+                    f"line {number} is no request: {error}; it begins with {text[:60]!r}",
+                    field="trace",
+                    value=name,
+                    fix="Mend the line, or skip such lines with --skip-malformed",
                 ) from error
             malformed.append(Malformed(number, str(error)))
             continue
         kept.append((number, line))
+        for at, block in enumerate(line.hash_ids):
+            places.setdefault(block, _Place.of(line, at, number))
     if not kept:
-        raise ConfigError(f"has no request; {len(malformed)} lines are malformed", field="trace", value=0)
+        raise ConfigError(
+            f"must have a request: it has none, and {len(malformed)} malformed lines", field="trace", value=name
+        )
     kept.sort(key=lambda pair: pair[1].timestamp)
     return _trace(kept, malformed)
 
 
-def _check(line: _Line) -> None:
+def _decoded(decoder: msgspec.json.Decoder[_Line], text: bytes) -> _Line:
+    if text.startswith(codecs.BOM_UTF8):
+        raise ConfigError("must begin with an object, not with a byte order mark", field="line", value=text[:3])
+    try:
+        return decoder.decode(text)
+    except RecursionError:
+        raise ConfigError("is nested too deep", field="line", value=text[:4]) from None
+
+
+class _Place(NamedTuple):
+    """Where an ID was seen first; since it stands for a whole prefix, it is the same everywhere."""
+
+    before: int | None
+    """The ID before it."""
+    tokens: int
+    """What its block holds, at most `BLOCK_TOKENS`."""
+    line: int
+
+    @classmethod
+    def of(cls, line: _Line, at: int, number: int) -> _Place:
+        return cls(
+            before=line.hash_ids[at - 1] if at else None,
+            tokens=min(BLOCK_TOKENS, line.input_length - at * BLOCK_TOKENS),
+            line=number,
+        )
+
+
+def _check(line: _Line, places: dict[int, _Place]) -> None:
     wanted = -(-line.input_length // BLOCK_TOKENS)
     if len(line.hash_ids) != wanted:
         raise ConfigError(
@@ -134,6 +172,21 @@ def _check(line: _Line) -> None:
         )
     if len(set(line.hash_ids)) != len(line.hash_ids):
         raise ConfigError("has an ID twice", field="hash_ids", value=line.hash_ids[:4])
+    for at, block in enumerate(line.hash_ids):
+        if (known := places.get(block)) is None:
+            continue
+        here = _Place.of(line, at, 0)
+        if here.before != known.before:
+            before = "stands first" if known.before is None else f"comes after {known.before}"
+            raise ConfigError(
+                f"{before} in line {known.line}: equal IDs are equal prefixes", field=f"hash_ids[{at}]", value=block
+            )
+        if (here.tokens == BLOCK_TOKENS) != (known.tokens == BLOCK_TOKENS):
+            raise ConfigError(
+                f"has {here.tokens} tokens here and {known.tokens} in line {known.line}: equal IDs are equal blocks",
+                field=f"hash_ids[{at}]",
+                value=block,
+            )
 
 
 def _trace(kept: list[tuple[int, _Line]], malformed: list[Malformed]) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 
 import hurray_rdma.replay.run as run_room
 from hurray_rdma.demo import MismatchError
 from hurray_rdma.demo.supervisor import Process, Supervisor
 from hurray_rdma.errors import ConfigError
-from hurray_rdma.replay import NUM_STEPS, ReplayReport, load_config, read_trace, run_replay
+from hurray_rdma.replay import NUM_STEPS, ReplayReport, load_config, print_report, read_trace, run_replay
 from hurray_rdma.testing.shared_memory import SharedMemory
 from tests.replay.traces import PUBLIC, line, lines_of, make_trace
 
@@ -111,7 +113,6 @@ def test_pools_too_small_for_the_working_set_wait_and_evict(trace: Path) -> None
     report = replayed(trace, settings(prefill=2, decode=2, decode_pages=largest + 60, in_flight=8))
     assert report.num_delivered == NUM_PUBLIC
     assert len(report.lives) == 2
-    assert report.num_waits > 0
     for life in report.lives:
         assert life.expected_resident == life.num_resident  # also a problem of the report, which has none
         assert life.num_evicted is not None
@@ -160,13 +161,15 @@ def test_a_kill_costs_no_request_on_a_lane_with_errors_of_its_own_nor_when_it_co
 
 def test_requests_larger_than_a_pool_are_refused_and_the_others_served(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"\n".join([line([1, 2]), line(list(range(40))), line([1, 2, 3]), line(list(range(50, 90)))]))
+    path.write_bytes(
+        b"\n".join([line([1, 2]), line(list(range(100, 140))), line([1, 2, 3]), line(list(range(50, 90)))])
+    )
     report = replayed(path, settings(prefill=1, decode=1, decode_pages=20))
     assert (report.num_delivered, report.num_refused, report.num_failed) == (2, 2, 0)
     assert report.refusals == {"PoolExhaustedError": 2}
-    with pytest.raises(ConfigError, match=r"workers\.prefill_pages = 30: line 2 of the trace has 40 blocks"):
+    with pytest.raises(ConfigError, match=r"prefill_pages = 30: must be at least the 40 blocks of .* line 2"):
         replayed(path, settings(prefill_pages=30))
-    with pytest.raises(ConfigError, match="--kill-decode-at = 4: must be below the 4 requests"):
+    with pytest.raises(ConfigError, match="--kill-decode-at = 4: must be from 0 to below the 4 requests"):
         replayed(path, settings(), kill_decode_at=4)
 
 
@@ -204,6 +207,39 @@ def test_what_is_not_as_the_trace_says_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(run_room.Gathered, "report", of_another)
     report = run_replay(settings(decode=1), trace, name="", on_step=lambda _: None)
     assert any("blocks must be resident" in problem for problem in report.problems)
+
+
+def test_a_trace_that_ends_after_the_deadline_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join([line([1]), line([2], timestamp=1_200_000)]))
+    with pytest.raises(ConfigError, match=r"deadline_s = 110\.0: must be above the 120\.0 s .*--deadline.*--speed"):
+        replayed(path, settings(run={"speed": 10.0}))
+
+
+def test_offers_wait_while_the_pool_has_no_room_and_only_then(tmp_path: Path) -> None:
+    """Outputs of two seconds: senders offer the next requests meanwhile."""
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join(line([2 * each, 2 * each + 1], output=100) for each in range(3)))
+    pace = {"speed": 1.0, "token_ms": 20.0}
+    for pages, expected in ((2, {0, 1, 2}), (6, {0})):
+        report = replayed(path, settings(prefill=1, decode=1, decode_pages=pages, in_flight=3, run=pace))
+        (life,) = report.lives
+        waiting = {each.num_waiting for each in life.samples}
+        assert waiting <= expected
+        assert (max(waiting) > 0) == (len(expected) > 1)
+
+
+def test_a_replay_that_delivers_nothing_is_told_as_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(line([1, 2, 3]))
+    trace = read_trace(path, skip_malformed=False)
+    report = run_replay(
+        settings(prefill=1, decode=1, decode_pages=2), trace, name="[/] made [bold]", on_step=lambda _: None
+    )
+    assert report.problems == ("no request was delivered",)
+    console = Console(file=io.StringIO(), width=120)
+    print_report(report, console=console)
+    assert "[/] made [bold]" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:

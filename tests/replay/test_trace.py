@@ -41,19 +41,24 @@ BAD = {
     line([1], output=-1): "output_length",
     line([1]).replace(b"512", b'"many"'): "Expected `int`, got `str`",
     b"\xff\xfe": "malformed",
+    b'{"more": ' + b"[" * 100_000: "nested too deep",
+    b"\xef\xbb\xbf" + line([1]): "byte order mark",
+    line([3, 1]): "hash_ids[1] = 1: stands first in line 1",
+    line([9, 8], tokens=600): "hash_ids[1] = 8: has 88 tokens here and 512 in line 2",
+    line([7, 8]): "hash_ids[1] = 8: comes after 9 in line 2",
 }
 
 
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
 def test_a_malformed_line_is_fatal_or_skipped_and_named_by_its_number(bad: bytes) -> None:
-    lines = [line([1]), bad, line([2])]
-    with pytest.raises(ConfigError, match="line 2 is no request") as caught:
-        parse_trace(lines, skip_malformed=False)
+    lines = [line([1]), line([9, 8]), bad, line([2])]
+    with pytest.raises(ConfigError, match=r"some\.jsonl.*line 3 is no request") as caught:
+        parse_trace(lines, skip_malformed=False, name="some.jsonl")
     assert BAD[bad] in str(caught.value)
     trace = parse_trace(lines, skip_malformed=True)
-    assert trace.lines.tolist() == [1, 3]
+    assert trace.lines.tolist() == [1, 2, 4]
     (malformed,) = trace.malformed
-    assert malformed.line == 2
+    assert malformed.line == 3
     assert BAD[bad] in malformed.rule
 
 
@@ -64,7 +69,7 @@ def test_a_limit_counts_requests_and_reads_no_further() -> None:
 
 
 def test_a_trace_without_requests_or_without_a_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no request; 1 lines are malformed"):
+    with pytest.raises(ConfigError, match="must have a request: it has none, and 1 malformed lines"):
         parse_trace([b"no"], skip_malformed=True)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "absent", skip_malformed=True)

@@ -20,7 +20,9 @@ def work_of(*lines: bytes, **workers: int) -> Work:
 
 def test_a_block_becomes_a_page_and_one_that_is_not_full_a_page_that_is_not() -> None:
     lengths = {512: 8, 1024: 16, 513: 9, 1023: 15, 512 + 64: 9, 512 + 128: 10, 1: 1}
-    work = work_of(*(line(list(range(-(-tokens // 512))), tokens=tokens) for tokens in lengths))
+    work = work_of(
+        *(line([10 * n + at for at in range(-(-tokens // 512))], tokens=tokens) for n, tokens in enumerate(lengths))
+    )
     assert work.num_tokens.tolist() == list(lengths.values())
     for request, ragged in enumerate(work.trace.ragged):
         keys = work.keys_of(request)
