@@ -91,13 +91,23 @@ class BoundWorker:
     def __init__(self, context: object, on_start: Callable[[], None] | None = None) -> None:
         try:
             self._worker = libucxx.UCXWorker(context)
-            if on_start is not None:
-                self._worker.set_progress_thread_start_callback(on_start)
-            self._worker.start_progress_thread(polling_mode=False, epoll_timeout=-1)
+            self._start(on_start)
             self.address: bytes = bytes(libucxx.UCXAddress.create_from_worker(self._worker).tobytes())
         except UCXError as error:
             raise TransportError(f"UCX could not make a worker: {error}") from error
         self._lock = threading.Lock()
+
+    def _start(self, on_start: Callable[[], None] | None) -> None:
+        if on_start is not None:
+            self._worker.set_progress_thread_start_callback(on_start)
+        self._worker.start_progress_thread(polling_mode=False, epoll_timeout=-1)
+
+    def restart(self, on_start: Callable[[], None]) -> None:
+        """Another progress thread in the place of the one that runs, with this ``on_start``; none if it is closed."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.stop_progress_thread()
+                self._start(on_start)
 
     @property
     def owner(self) -> object:

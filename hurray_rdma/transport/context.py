@@ -14,8 +14,9 @@ import os
 import re
 import threading
 import uuid
+import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
@@ -67,6 +68,8 @@ class Context:
         self._flushes: dict[int, int | None] = {}
         self._device_index: int | None = None
         """Of the first device of which memory was registered."""
+        self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self.memory_domain = _memory_domain(self._bound.handle)
         """The same for two processes that UCX lets move bytes through the memory of this host, else different."""
 
@@ -92,6 +95,10 @@ class Context:
     def of_any_device(self) -> AbstractContextManager[None]:
         """While this thread asks CUDA for what needs a context, whichever: that of a device in use, else the first."""
         return self.driver.current(0 if self._device_index is None else self._device_index)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """While this thread progresses a worker: CUDA has a context if any device is in use."""
+        return nullcontext() if self._device_index is None else self.driver.current(self._device_index)
 
     def missing_flush(self, index: int) -> int | None:
         """As `devices.missing_flush`, asked once for each device."""
@@ -170,8 +177,7 @@ class Context:
                 backing = check_device_memory(cuda, address, nbytes, index=index)
                 memory = self._map(address, nbytes, device, owner)
             self._check_seen(memory, device, backing)
-            if self._device_index is None:
-                self._device_index = index
+            self._adopt(index)
         return Region(memory, device=device, context=self, allocated=False, owner=owner, backing=backing)
 
     def _map(self, address: int, nbytes: int, device: str, owner: object) -> native.Memory:
@@ -218,8 +224,22 @@ class Context:
     def open_worker(self) -> Worker:
         """A worker with a progress thread of its own, about 10 ms and 4 MiB; close it."""
         self._check_process()
-        index = self._device_index
-        return Worker(self._bound.open_worker(None if index is None else lambda: self.driver.adopt(index)))
+        with self._lock:
+            index = self._device_index
+            bound = self._bound.open_worker(None if index is None else lambda: self.driver.adopt(index))
+            worker = Worker(bound, self.in_use)
+            self._workers.add(worker)
+            return worker
+
+    def _adopt(self, index: int) -> None:
+        """From the first device on, progress threads have its context: UCX asks CUDA about events on them, and crashes
+        without one. Those of workers that are open begin anew."""
+        with self._lock:
+            if self._device_index is not None:
+                return
+            self._device_index = index
+            for worker in list(self._workers):
+                worker.restart(lambda: self.driver.adopt(index))
 
     @staticmethod
     def _check_seen(memory: native.Memory, device: str, backing: Backing) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from hurray_rdma.errors import (
     DeadlineExceededError,
@@ -34,10 +36,16 @@ _stranded: list[Endpoint] = []
 
 
 class Worker:
-    """One UCX worker with its progress thread. Made by `Context.open_worker`."""
+    """One UCX worker with its progress thread. Made by `Context.open_worker`.
 
-    def __init__(self, bound: BoundWorker) -> None:
+    Args:
+        bound: the worker.
+        current: entered wherever a thread of the caller's may progress it: UCX may ask CUDA then.
+    """
+
+    def __init__(self, bound: BoundWorker, current: Callable[[], AbstractContextManager[None]]) -> None:
         self._bound = bound
+        self.current = current
         self._unclosed: list[Endpoint] = []
         self.address: bytes = seal(bound.address)
         """What a peer needs to connect, in an envelope."""
@@ -49,7 +57,12 @@ class Worker:
 
     def drain(self) -> None:
         """Puts what has reached this process, as messages of an emulated lane, where it belongs."""
-        native.drain(self.handle)
+        with self.current():
+            native.drain(self.handle)
+
+    def restart(self, on_start: Callable[[], None]) -> None:
+        """As of `BoundWorker.restart`."""
+        self._bound.restart(on_start)
 
     def connect(self, address: bytes, *, timeout_s: float, stop: StopFlag | None = None) -> Endpoint:
         """Connects to a peer's worker and picks the fastest lane that survives the peer's death.
@@ -87,7 +100,8 @@ class Worker:
 
     def _open(self, raw: bytes, *, error_handling: bool, deadline: float, stop: StopFlag) -> Endpoint:
         try:
-            bound = native.Endpoint(self.handle, raw, error_handling, self._bound.owner)
+            with self.current():
+                bound = native.Endpoint(self.handle, raw, error_handling, self._bound.owner)
         except native.UcxError as error:
             raise TransportError(
                 f"no UCX transport reaches the peer's worker: {error}",
@@ -156,6 +170,10 @@ class Endpoint:
         """The native endpoint, for unpacking rkeys."""
         return self._bound
 
+    def current(self) -> AbstractContextManager[None]:
+        """As of `Worker`."""
+        return self._worker.current()
+
     def read_lanes(self) -> None:
         """Asks UCX for the lanes (``ucp_ep_print_info``) and keeps them as ``lanes``."""
         self.lanes = parse_lanes(self._bound.info(), error_handling=self._error_handling)
@@ -166,9 +184,10 @@ class Endpoint:
         Raises:
             DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError
         """
-        status = native.flush(
-            self._worker.handle, self.handle, stop if stop is not None else StopFlag(), deadline_ns(timeout_s)
-        )
+        with self.current():
+            status = native.flush(
+                self._worker.handle, self.handle, stop if stop is not None else StopFlag(), deadline_ns(timeout_s)
+            )
         raise_for(status, "flush", timeout_s=timeout_s)
 
     def open_region(self, remote: RemoteRegion) -> RemoteMemory:
@@ -266,7 +285,7 @@ class Endpoint:
         running = self._running
         if running is not None:
             running.set()
-        with self._in_use:
+        with self._in_use, self.current():
             for memory in tuple(self._remote_memories):
                 memory.close()
             if not self._bound.close(deadline_ns(_CLOSE_TIMEOUT_S)):

@@ -59,7 +59,8 @@ class RemoteMemory:
         if endpoint.closed:
             raise TransportError("the endpoint is closed")
         try:
-            self._rkey = native.RemoteKey(endpoint.bound, unseal(remote.rkey, field="rkey"))
+            with endpoint.current():  # UCX looks whether the memory can be mapped
+                self._rkey = native.RemoteKey(endpoint.bound, unseal(remote.rkey, field="rkey"))
         except native.UcxError as error:
             raise TransportError(f"the peer's rkey cannot be used here: {error}", status=error.status) from error
         self._lock = threading.Lock()
@@ -218,7 +219,8 @@ class RemoteMemory:
         if self._endpoint.holds_memory:
             self._endpoint.keep(self._rkey)
         else:
-            self._rkey.close()
+            with self._endpoint.current():
+                self._rkey.close()
 
     def close(self) -> None:
         """Destroys the key as soon as no `write` uses it. Idempotent."""

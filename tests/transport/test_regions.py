@@ -131,3 +131,24 @@ def test_a_key_counts_as_revoked_only_where_another_one_took_its_place(
     allocated.renew()
     assert allocated.key_revoked, "its bytes are elsewhere"
     allocated.close()
+
+
+def test_workers_that_are_open_get_the_context_of_the_first_device(driver: RecordedDriver, context: Context) -> None:
+    worker = context.open_worker()
+    worker.drain()
+    assert driver.calls == []
+    asked: list[int] = []
+    current = driver.current
+    driver.current = lambda index: asked.append(index) or current(index)  # type: ignore[method-assign, func-returns-value]
+    context._adopt(2)
+    context._adopt(3)
+    later = context.open_worker()
+    worker.drain()
+    endpoint = worker.connect(later.address, timeout_s=10)
+    endpoint.close()
+    for each in (worker, later):
+        each.close()
+    assert driver.calls == [("adopt", 2)] * 2
+    assert set(asked) == {2}
+    worker.restart(lambda: driver.adopt(9))
+    assert len(driver.calls) == 2, "it is closed"
