@@ -141,6 +141,9 @@ def _judge(index: int, gpu: Gpu, facts: GpuFacts, transports: Collection[str]) -
     direct = "dma-buf" if gpu.dma_buf else "nvidia_peermem" if facts.peer_memory else ""
     direct = direct if gpu.gpu_direct else ""
     here = "cuda_ipc" if "cuda_ipc" in transports else "staged through the host"
+    apart = [other for other in range(len(facts.gpus)) if other != index and other not in gpu.peers]
+    if apart and "cuda_ipc" in transports:
+        here += f" (but staged through the host to GPUs {_listed(apart)})"
     there = f"{network[0]} by {direct}" if network and direct else "staged through the host"
     found = f"{gpu.name}, CUDA {facts.cuda}; reaches GPUs {_listed(gpu.peers)}; network cards {_listed(gpu.cards)}"
     found += f"; pages to a process of this host go by {here}, to another host {there}"

@@ -5,6 +5,9 @@ Knows arrays of page IDs and token counts only; of a caller's or of a peer's, no
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -28,6 +31,7 @@ __all__ = [
     "cut_units",
     "dedupe",
     "narrowed",
+    "sibling",
     "starts_of",
     "valid_pages",
     "valid_tokens",
@@ -58,3 +62,10 @@ def narrowed(values: ArrayLike, *, field: str) -> NDArray[np.uint32]:
     if wrong >= 0:
         raise GeometryError("must be from 0 to 2**32 - 1", field=f"{field}[{wrong}]", value=int(array[wrong]))
     return result
+
+
+def sibling(like: Any, values: NDArray[Any]) -> Any:
+    """A copy of values as an array of another one's library (NEP 35), on its device, whichever is the current one."""
+    device = getattr(like, "device", None)
+    with device if hasattr(device, "__enter__") else contextlib.nullcontext():
+        return np.array(values, like=like)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hurray_rdma.cache.indices import check_indices, narrowed
+from hurray_rdma.cache.indices import check_indices, narrowed, sibling
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
@@ -148,7 +148,7 @@ class Snapshot:
         page_ids = self.seq_pages(seq)[: -(-num_tokens // spec.page_size)]
         index: Any = page_ids.astype(np.int64)
         if hasattr(pages, "__array_function__"):  # CuPy takes no NumPy array as an index; torch does
-            index = np.array(index, like=pages)
+            index = sibling(pages, index)
         gathered = pages[index]
         if spec.order is PageOrder.HND:
             gathered = gathered.swapaxes(1, 2)
@@ -209,7 +209,7 @@ def _int32_like(values: NDArray[np.int32], like: Any) -> Any:
     if hasattr(like, "new_tensor"):  # torch, whose new_tensor takes integers for those of ``like`` unless it is told
         return like.new_tensor(values, dtype=importlib.import_module("torch").int32)
     if hasattr(like, "__array_function__"):  # NumPy, CuPy
-        return np.array(values, like=like)
+        return sibling(like, values)
     raise GeometryError("is no NumPy, CuPy or torch array", field="like", value=type(like).__name__)
 
 

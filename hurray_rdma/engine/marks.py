@@ -73,6 +73,6 @@ def device_of(pool: PagePool, stream: Any) -> int:
     """The GPU of a stream that works on a pool.
 
     Raises:
-        ConfigError: neither tells.
+        ConfigError: neither tells, or they are on different ones.
     """
-    return stream_device(stream) if pool.device_index is None else pool.device_index
+    return stream_device(stream, expected=pool.device_index)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache.indices import check_page_ids, narrowed
+from hurray_rdma.cache.indices import check_page_ids, narrowed, sibling
 from hurray_rdma.errors import GeometryError
 
 __all__ = ["beside", "check_table", "entries_among", "look_up_beside"]
@@ -81,7 +81,7 @@ def beside(like: Any, values: NDArray[np.int64]) -> tuple[Any, Any]:
         index = like.long()
         return index, index.new_tensor(values)
     if hasattr(like, "__array_function__"):  # CuPy and others that follow NumPy's NEP 35
-        return like, np.asarray(values, like=like)
+        return like, sibling(like, values)
     raise GeometryError("is no NumPy, CuPy or torch array", field="block_table", value=type(like).__name__)
 
 

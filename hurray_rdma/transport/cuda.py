@@ -29,6 +29,7 @@ _DISABLE_TIMING = 2
 _PORTABLE, _DEVICE_MAP = 1, 2
 _FLUSH_CURRENT_CONTEXT = 0
 _WAIT_GEQ = 0
+_CAPTURE_THREAD_LOCAL = 1
 
 
 class MemoryType(IntEnum):
@@ -108,6 +109,12 @@ class Driver(Protocol):
     def record(self, stream: int) -> int:
         """A new event after what is on the stream of the current context now."""
 
+    def captures(self, stream: int) -> bool:
+        """Whether a stream of the current context records a graph, and runs nothing."""
+
+    def leave_captures(self) -> None:
+        """From now on this thread's calls break no capture that another thread has begun."""
+
     def passed(self, event: int) -> bool:
         """Whether all that was before the event has run; does not wait."""
 
@@ -155,7 +162,11 @@ class CudaDriver:
             raise TransportError(f"{name}: {self._text(result)}", status=result)
 
     def _result(self, name: str, *arguments: Any) -> int:
-        return int(getattr(self._lib, name)(*arguments))
+        try:
+            call = getattr(self._lib, name)
+        except AttributeError as error:
+            raise TransportError(f"the CUDA driver has no {name}", fix="Install a newer one (CUDA 11.7)") from error
+        return int(call(*arguments))
 
     def _text(self, result: int) -> str:
         text = c_char_p()
@@ -236,7 +247,7 @@ class CudaDriver:
 
     def pointer(self, address: int) -> Pointer | None:
         memory_type = self._pointer_trait(_PointerTrait.MEMORY_TYPE, address, c_uint())
-        if memory_type is None:
+        if not memory_type:  # 0 is no type of CUDA's
             return None
         return Pointer(
             memory_type=MemoryType(memory_type),
@@ -284,6 +295,14 @@ class CudaDriver:
             self.destroy(event.value or 0)
             raise
         return event.value or 0
+
+    def captures(self, stream: int) -> bool:
+        status = c_int()
+        self._call("cuStreamIsCapturing", c_void_p(stream), ctypes.byref(status))
+        return bool(status.value)
+
+    def leave_captures(self) -> None:
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(c_int(_CAPTURE_THREAD_LOCAL)))
 
     def passed(self, event: int) -> bool:
         result = self._result("cuEventQuery", c_void_p(event))

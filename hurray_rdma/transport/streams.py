@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hurray_rdma.errors import ConfigError, HurrayError
+from hurray_rdma.errors import ConfigError, HurrayError, TransportError
 from hurray_rdma.transport.cuda import Driver, Words
 
 __all__ = ["Gate", "Gates", "StreamWatch", "stream_device", "stream_handle"]
@@ -55,21 +55,35 @@ def stream_handle(stream: Any) -> int:
     return handle
 
 
-def stream_device(stream: Any) -> int:
+def stream_device(stream: Any, *, expected: int | None = None) -> int:
     """The number of the GPU that a stream is on, if it tells: those of CuPy and torch do.
 
+    Args:
+        stream: as of `stream_handle`.
+        expected: it must be this one, and is where it does not tell.
+
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not tell, or is on another GPU.
     """
     for name in ("device_id", "device_index"):
         if isinstance(index := getattr(stream, name, None), int) and index >= 0:
+            if expected not in (None, index):
+                raise ConfigError(f"is on cuda:{index}, its pool on cuda:{expected}", field="stream", value=stream)
             return index
+    if expected is not None:
+        return expected
     raise ConfigError(
         "must tell its GPU (device_id, device_index), since the pool is in host memory",
         field="stream",
         value=stream,
         fix="Pass the stream object of CuPy or torch",
     )
+
+
+def _check_runs(driver: Driver, stream: int) -> None:
+    if driver.captures(stream):
+        rule = "captures a graph, which would do each time it is launched what is meant once"
+        raise ConfigError(rule, field="stream", value=stream, fix="Queue it before the capture, or after it")
 
 
 @dataclass(slots=True, eq=False)
@@ -103,20 +117,34 @@ class StreamWatch:
             told: called once, on another thread; it must not block.
 
         Raises:
-            ConfigError: it is no stream.
+            ConfigError: it is no stream, or captures a graph.
             TransportError: CUDA refuses.
         """
         handle = stream_handle(stream)
         with self._driver.current(index):
+            _check_runs(self._driver, handle)
             event = self._driver.record(handle)
         with self._changed:
-            self._watched.append(_Watched(event, index, told))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hurray-streams", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="hurray-streams", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._watched.append(_Watched(event, index, told))
             self._changed.notify()
 
     def _run(self) -> None:
+        try:
+            self._driver.leave_captures()
+            self._watch()
+        except BaseException as error:
+            with self._changed:
+                lost, self._watched, self._thread = self._watched, [], None
+            for each in lost:
+                each.told(TransportError(f"streams are watched no more: {error}"))
+            if not isinstance(error, HurrayError):
+                raise
+
+    def _watch(self) -> None:
         pause_s = _FIRST_LOOK_S
         while True:
             with self._changed:
@@ -163,7 +191,7 @@ class Gate:
             index: of the device that it is of.
 
         Raises:
-            ConfigError: it is no stream.
+            ConfigError: it is no stream, or captures a graph.
             TransportError: CUDA refuses.
         """
         # CUDA may block here, until the stream's queue has room. A word that is opened meanwhile lets it pass as well.
@@ -235,6 +263,7 @@ class Gates:
         """For `Gate`."""
         words = self._words[place // _WORDS_AT_A_TIME]
         with self._driver.current(index):
+            _check_runs(self._driver, stream)
             self._driver.wait_word(stream, words.device_address + 4 * (place % _WORDS_AT_A_TIME), value)
 
     def open(self, place: int, value: int) -> None:

@@ -69,3 +69,11 @@ def test_devices_at_different_roots_are_far() -> None:
     assert distance(("pci0000:16", "0000:17:00.0"), ("pci0000:16", "0000:18:00.0")) == 1
     switch = ("pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:00.0")
     assert distance((*switch, "0000:19:00.0"), (*switch, "0000:1b:00.0")) == 0
+
+
+def test_gpus_that_cannot_reach_each_other_are_named() -> None:
+    alone = replace(GPU, peers=(2,))
+    finding, *_ = judge(replace(FACTS, gpus=(alone, alone, alone)), RDMA)
+    assert (
+        "to a process of this host go by cuda_ipc (but staged through the host to GPUs 1), to another" in finding.found
+    )

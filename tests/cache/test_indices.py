@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hurray_rdma.cache.indices import check_distinct, check_indices, cut_units, narrowed
+from hurray_rdma.cache.indices import check_distinct, check_indices, cut_units, narrowed, sibling
 from hurray_rdma.errors import GeometryError
 
 
@@ -91,3 +93,24 @@ def test_parts_of_larger_pages_are_counted_through_all_of_them() -> None:
             cut_units(uint32(1, 0, 1), uint32(*src_ptr), uint32(*dst_ptr), 3)
     with pytest.raises(IndexError):
         cut_units(uint32(), uint32(), uint32(), 3)
+
+
+def test_siblings_are_made_on_the_device_of_the_array_whichever_is_current() -> None:
+    current: list[int] = []
+
+    class Device:
+        def __enter__(self) -> None:
+            current.append(1)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    class Array:
+        device = Device()
+
+        def __array_function__(self, function: object, types: object, args: Any, kwargs: Any) -> Any:
+            return list(current), args[0].tolist()
+
+    assert sibling(Array(), np.arange(3)) == ([1], [0, 1, 2])
+    assert sibling(np.zeros(1), np.arange(3)).tolist() == [0, 1, 2]
+    assert current == []

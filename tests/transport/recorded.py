@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -23,11 +24,15 @@ class RecordedDriver:
     fails: bool = False
     """Whether kernels have failed: every event tells."""
     refuses: set[str] = field(default_factory=set)
-    """Calls that fail: "pin", "unpin"."""
+    """Calls that fail: "pin", "unpin", "leave_captures"."""
     calls: list[tuple[object, ...]] = field(default_factory=list)
     words: list[Words] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
     asked: int = 0
+    capturing: set[int] = field(default_factory=set)
+    """Streams that record a graph."""
+    out_of_captures: set[int] = field(default_factory=set)
+    """Threads."""
 
     def pointer(self, address: int) -> Pointer | None:
         return self.pointers.get(address)
@@ -50,9 +55,17 @@ class RecordedDriver:
         self.calls.append(("record", stream, self.context[-1]))
         return 100 + len(self.calls)
 
+    def captures(self, stream: int) -> bool:
+        return stream in self.capturing
+
+    def leave_captures(self) -> None:
+        self._may("leave_captures")
+        self.out_of_captures.add(threading.get_ident())
+
     def passed(self, event: int) -> bool:
         if self.fails:
             raise TransportError("cuEventQuery: an illegal memory access was encountered", status=700)
+        assert threading.get_ident() in self.out_of_captures
         self.asked += 1
         return self.asked > self.passed_after
 

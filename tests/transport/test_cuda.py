@@ -45,6 +45,8 @@ def test_the_numbers_are_those_of_cuda_h() -> None:
     assert int(bindings.CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED) == cuda._NOT_PINNED
     assert int(bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING) == cuda._DISABLE_TIMING
     assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == cuda._WAIT_GEQ
+    assert int(bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) == cuda._CAPTURE_THREAD_LOCAL
+    assert int(bindings.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE) == 0
     target = bindings.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
     assert int(target) == cuda._FLUSH_CURRENT_CONTEXT
     assert (bindings.CU_MEMHOSTALLOC_PORTABLE, bindings.CU_MEMHOSTALLOC_DEVICEMAP) == (cuda._PORTABLE, cuda._DEVICE_MAP)

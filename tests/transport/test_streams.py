@@ -182,3 +182,32 @@ def test_gates_are_made_and_opened_while_cuda_blocks_on_a_full_stream() -> None:
     driver.room.set()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
+
+
+def test_a_stream_that_captures_a_graph_is_refused() -> None:
+    driver = RecordedDriver(capturing={9})
+    with pytest.raises(ConfigError, match="captures a graph"):
+        StreamWatch(driver).mark(9, index=0, told=lambda _: None)
+    gate = Gates(driver).make(index=0)
+    with pytest.raises(ConfigError, match="captures a graph"):
+        gate.wait(9, index=0)
+    assert driver.calls == []
+
+
+def test_a_watch_that_cannot_go_on_says_so_and_the_next_mark_begins_anew() -> None:
+    driver, told = RecordedDriver(refuses={"leave_captures"}), queue.SimpleQueue[HurrayError | None]()
+    watch = StreamWatch(driver)
+    watch.mark(1, index=0, told=told.put)
+    assert "watched no more" in str(told.get(timeout=10))
+    driver.refuses.clear()
+    watch.mark(1, index=0, told=told.put)
+    assert told.get(timeout=10) is None
+
+
+def test_a_stream_on_another_gpu_than_its_pool_is_refused() -> None:
+    stream = Cupy()
+    assert stream_device(stream, expected=2) == 2
+    stream.device_id = 3  # type: ignore[attr-defined]
+    assert stream_device(stream, expected=3) == 3
+    with pytest.raises(ConfigError, match="is on cuda:3, its pool on cuda:2"):
+        stream_device(stream, expected=2)
