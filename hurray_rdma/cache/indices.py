@@ -66,6 +66,6 @@ def narrowed(values: ArrayLike, *, field: str) -> NDArray[np.uint32]:
 
 def sibling(like: Any, values: NDArray[Any]) -> Any:
     """A copy of values as an array of another one's library (NEP 35), on its device, whichever is the current one."""
-    device = getattr(like, "device", None)
+    device: Any = getattr(like, "device", None)
     with device if hasattr(device, "__enter__") else contextlib.nullcontext():
         return np.array(values, like=like)

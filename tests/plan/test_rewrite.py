@@ -31,8 +31,8 @@ class DeviceArray(NDArrayOperatorsMixin):
         raise TypeError("implicit conversion to the host")
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> DeviceArray:
-        assert function is np.asarray
-        return DeviceArray(np.asarray(*args, **kwargs))
+        assert function is np.array
+        return DeviceArray(np.array(*args, **kwargs))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any) -> DeviceArray:
         assert method == "__call__"
