@@ -11,8 +11,8 @@ import msgspec
 
 from hurray_rdma.demo.config import DemoConfig
 from hurray_rdma.demo.content import MismatchError
-from hurray_rdma.demo.llm_messages import Arrived, Continued, FirstTokens, Generated, Loaded, Prefilled, Verdict
-from hurray_rdma.demo.llm_plan import Variant, check_variants, moves, variants
+from hurray_rdma.demo.llm_messages import Arrived, Continued, FirstTokens, Generated, Loaded, Prefilled, Reread, Verdict
+from hurray_rdma.demo.llm_plan import Move, Variant, check_variants, moves, variants
 from hurray_rdma.demo.llm_report import LlmReport, Overlap, PromptReport, VariantReport
 from hurray_rdma.demo.llm_workers import llm_decode, llm_prefill
 from hurray_rdma.demo.messages import Command, Listening
@@ -20,9 +20,11 @@ from hurray_rdma.demo.run import Step
 from hurray_rdma.demo.supervisor import Supervisor
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["check_texts", "default_model", "missing_extra", "num_llm_steps", "run_llm"]
+__all__ = ["check_reread", "check_texts", "default_model", "missing_extra", "num_llm_steps", "run_llm"]
 
 _MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_ROUNDING = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.5}
+"""By how much logits of tens may differ between two ways of computing them, by the dtype of the model."""
 _EXTRA = ("torch", "transformers", "accelerate", "gguf")
 
 
@@ -64,7 +66,7 @@ def run_llm(config: DemoConfig, *, model: Path | None, on_step: Step) -> LlmRepo
     Raises:
         ConfigError: the extra or the model is missing; the message has the command that gets it.
         GeometryError: pages of such sizes cannot be exchanged.
-        HurrayError: a process failed or died, time is up, or a token differs (MismatchError).
+        HurrayError: a process failed or died, time is up, or a token or a logit differs (MismatchError).
     """
     check_variants(config.llm)
     path = _checked_model(model)
@@ -73,11 +75,12 @@ def run_llm(config: DemoConfig, *, model: Path | None, on_step: Step) -> LlmRepo
         variants(config.llm), heard.continued.generated, heard.verdict.generated, strict=True
     ):
         check_texts(decoded, alone, variant=kind)
+    check_reread(heard.verdict.reread, dtype=heard.loaded.spec.dtype)
     return _report_of(config, path, heard)
 
 
 def check_texts(decoded: Generated, alone: Generated, *, variant: Variant) -> None:
-    """Raises MismatchError unless the decode process generated what a single process does."""
+    """Raises MismatchError unless the decode process generated what a single process does, from the same logits."""
     for seq, (ours, theirs) in enumerate(zip(decoded.texts, alone.texts, strict=True)):
         if ours == theirs:
             continue
@@ -88,6 +91,24 @@ def check_texts(decoded: Generated, alone: Generated, *, variant: Variant) -> No
             f"continued sequence {seq} from other keys and values than the prompt's (pool {variant.pool})",
             field=f"texts[{seq}][{at}]",
             value=ours[at : at + 1],
+        )
+    if decoded.logits_digest != alone.logits_digest:
+        raise MismatchError(
+            f"a single process has logits of digest {alone.logits_digest[:16]}, if the same tokens: the decode process "
+            f"continued from keys and values that are not the prompt's to the last bit (pool {variant.pool})",
+            field="logits",
+            value=decoded.logits_digest[:16],
+        )
+
+
+def check_reread(reread: Reread, *, dtype: str) -> None:
+    """Raises MismatchError unless each text is the likeliest one also when it is read alone, but for rounding."""
+    if not reread.max_shortfall <= _ROUNDING[dtype]:
+        raise MismatchError(
+            f"must be at most {_ROUNDING[dtype]}, what rounding explains in {dtype}: read alone, without batch, cache "
+            "and pages, the model would have chosen another token",
+            field="max_shortfall",
+            value=reread.max_shortfall,
         )
 
 
@@ -126,7 +147,7 @@ def _report_of(config: DemoConfig, path: Path, heard: _Heard) -> LlmReport:
     of_kind = {move.variant: sent.stats for move, (sent, _) in zip(moves(config), heard.moved, strict=True)}
     stored = [kind.source(spec) for kind in kinds]
     timed = [
-        [both for move, both in zip(moves(config), heard.moved, strict=True) if move == (type(move)(0, overlap))]
+        [both for move, both in zip(moves(config), heard.moved, strict=True) if move == Move(0, layer_by_layer=overlap)]
         for overlap in (True, False)
     ]
     first_int8 = next(index for index, kind in enumerate(kinds) if kind.quantized)
@@ -157,7 +178,10 @@ def _report_of(config: DemoConfig, path: Path, heard: _Heard) -> LlmReport:
                 num_texts_as_computed=sum(
                     ours == exact for ours, exact in zip(texts[index].texts, texts[0].texts, strict=True)
                 ),
-                logits_equal=texts[index].logits_digest == verdict.generated[index].logits_digest,
+                num_texts_equal=sum(
+                    ours == alone
+                    for ours, alone in zip(texts[index].texts, verdict.generated[index].texts, strict=True)
+                ),
             )
             for index, kind in enumerate(kinds)
         ),

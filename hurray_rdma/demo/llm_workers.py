@@ -91,7 +91,7 @@ class _Sender:
         reading = asyncio.create_task(asyncio.to_thread(read))
         if move.layer_by_layer:
             reading.add_done_callback(lambda _: written.put_nowait(None))
-            stats = await self._send_layers(snapshot, written, key=key, into=into)
+            stats = await self._send_layers(snapshot, written, reading, key=key, into=into)
         else:
             await reading
             stats = await self.peer.send(snapshot, key=key, pool=into)
@@ -100,13 +100,20 @@ class _Sender:
         return layers, first_tokens
 
     async def _send_layers(
-        self, snapshot: Snapshot, written: asyncio.Queue[int | None], *, key: str, into: str | None
+        self,
+        snapshot: Snapshot,
+        written: asyncio.Queue[int | None],
+        reading: asyncio.Task[Any],
+        *,
+        key: str,
+        into: str | None,
     ) -> TransferStats:
         """Sends each layer as ``written`` names it; None before the last layer means that the model failed."""
         async with self.peer.begin(snapshot, key=key, pool=into) as transfer:
             for _ in range(snapshot.pool.spec.num_layers):
                 layer = await written.get()
                 if layer is None:
+                    await reading  # raises here, so that the transfer ends by the model's error and not by its own
                     break
                 await transfer.send_layer(layer)
         return transfer.stats

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,12 +14,12 @@ from rich.console import Console
 
 from hurray_rdma.demo import LlmReport, MismatchError, load_config, num_llm_steps, run_llm
 from hurray_rdma.demo.llm_batch import pack
-from hurray_rdma.demo.llm_messages import Generated
+from hurray_rdma.demo.llm_messages import Generated, Reread
 from hurray_rdma.demo.llm_plan import Move, Variant, moves, variants
 from hurray_rdma.demo.llm_report import print_llm_report
-from hurray_rdma.demo.llm_run import check_texts, default_model, missing_extra
-from hurray_rdma.demo.llm_workers import check_room
-from hurray_rdma.errors import ConfigError, GeometryError
+from hurray_rdma.demo.llm_run import check_reread, check_texts, default_model, missing_extra
+from hurray_rdma.demo.llm_workers import _Sender, check_room
+from hurray_rdma.errors import ConfigError, GeometryError, TransferAbortedError
 from tests.demo.tiny_llm import save_tiny_model
 
 EXTRA = pytest.mark.skipif(
@@ -58,7 +60,7 @@ def test_a_tiny_models_batch_is_moved_in_every_way_and_continued_as_in_one_proce
         ("int8", 8, 8),
         ("int8", 8, 32),
     ]
-    assert all(each.logits_equal for each in report.variants)
+    assert all(each.num_texts_equal == len(report.prompts) for each in report.variants)
     like, unlike, int8, _ = report.variants
     # Pages of 8: 6 shared ones and 1, 5 and 4 of each sequence's own. Pages of 32: 1 shared; 1, 2 and 2.
     assert [each.num_pages for each in report.variants] == [16, 6, 16, 6]
@@ -100,7 +102,7 @@ def test_a_real_models_texts_are_those_of_one_process() -> None:
     assert (report.num_layers, report.num_heads, report.head_dim) == (30, 3, 64)
     assert report.prefix_tokens >= 64
     assert len({prompt.prompt_tokens for prompt in report.prompts}) == len(report.prompts) == 4
-    assert all(each.logits_equal for each in report.variants)
+    assert all(each.num_texts_equal == len(report.prompts) for each in report.variants)
     assert [each.num_texts_as_computed for each in report.variants[:2]] == [4, 4]
     itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[report.dtype]
     first = report.variants[0]
@@ -138,6 +140,55 @@ def test_a_differing_token_is_an_error_with_its_place() -> None:
         check((1, 2), (5, 9, 7))
     with pytest.raises(MismatchError, match=r"texts\[1\]\[2\] = \(\): a single process generates \(7,\) there"):
         check((1, 2), (5, 6))
+
+
+def test_logits_that_differ_are_an_error_though_the_texts_do_not() -> None:
+    with pytest.raises(MismatchError, match=r"logits = 'aa': a single process has logits of digest bb.*int8-64"):
+        check_texts(
+            Generated(((1, 2),), logits_digest="aa"),
+            Generated(((1, 2),), logits_digest="bb"),
+            variant=Variant(16, 64, quantized=True),
+        )
+
+
+@pytest.mark.parametrize("shortfall", [0.011, float("nan")])
+def test_a_text_that_the_model_would_not_choose_alone_is_an_error(shortfall: float) -> None:
+    check_reread(Reread(num_same=19, num_tokens=20, max_shortfall=0.009), dtype="float32")
+    with pytest.raises(MismatchError, match=r"max_shortfall = (0\.011|nan): must be at most 0\.01"):
+        check_reread(Reread(num_same=19, num_tokens=20, max_shortfall=shortfall), dtype="float32")
+
+
+def test_what_the_model_raises_while_layers_are_sent_is_what_leaves() -> None:
+    class Transfer:
+        stats = None
+
+        async def __aenter__(self) -> Transfer:
+            return self
+
+        async def __aexit__(self, kind: object, *_: object) -> None:
+            if kind is None:
+                raise TransferAbortedError("not all layers were sent")
+
+        async def send_layer(self, layer: int) -> None:
+            pass
+
+    async def job() -> None:
+        written: asyncio.Queue[int | None] = asyncio.Queue()
+
+        def read() -> Any:
+            written.put_nowait(0)
+            raise ZeroDivisionError("on_layer")
+
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        reading.add_done_callback(lambda _: written.put_nowait(None))
+        nothing: Any = None
+        peer: Any = SimpleNamespace(begin=lambda *_, **__: Transfer())
+        snapshot: Any = SimpleNamespace(pool=SimpleNamespace(spec=SimpleNamespace(num_layers=3)))
+        sender = _Sender(nothing, peer, nothing, nothing, nothing)
+        await sender._send_layers(snapshot, written, reading, key="batch-0", into=None)
+
+    with pytest.raises(ZeroDivisionError, match="on_layer"):
+        asyncio.run(job())
 
 
 @pytest.mark.parametrize(

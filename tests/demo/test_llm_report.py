@@ -36,7 +36,7 @@ def variant(dtype: str, *, sent: int, texts: int, scales: str | None = None) -> 
         num_operations=12,
         num_tokens=20,
         num_texts_as_computed=texts,
-        logits_equal=True,
+        num_texts_equal=2,
     )
 
 
@@ -110,8 +110,8 @@ def test_a_newcomer_is_told_everything() -> None:
 def test_what_is_not_as_it_should_be_is_told_too() -> None:
     assert "SLOW LANE: tcp" in printed(replace(REPORT, lane="tcp"))
     assert "0.003" in printed(replace(REPORT, reread=Reread(num_same=19, num_tokens=20, max_shortfall=0.003)))
-    rounded = replace(REPORT.variants[1], logits_equal=False)
-    assert "to the last bit" not in printed(replace(REPORT, variants=(REPORT.variants[0], rounded)))
+    other = replace(REPORT.variants[1], num_texts_equal=0)
+    assert "0 of 2" in printed(replace(REPORT, variants=(REPORT.variants[0], other)))
 
 
 def test_the_command_prints_the_report_and_writes_the_same_facts(
