@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json as json_text
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from hurray_rdma.cli.output import JsonFile, Output
 from hurray_rdma.testing.chaos.words import Lane
 from hurray_rdma.testing.many import crowd
 
@@ -29,7 +28,6 @@ _WAYS: tuple[tuple[str, Lane, int], ...] = (
     ("tcp", "tcp", 0),
 )
 _IN_TIME = ("PING", "PONG")
-_PIPED_WIDTH = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +90,11 @@ def main(
     *,
     sends: Annotated[int, typer.Option(min=1, help="Transfers of each sender.")] = 100,
     processes: Annotated[int, typer.Option(min=1, help="Processes that the senders are spread over, at most.")] = 16,
-    json: Annotated[Path | None, typer.Option(help="Write the same figures to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Connect 1, 4, 16 and 64 senders to one receiver, and have all of them send at once."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
+    output = Output(json)
+    console = output.console
     rows: list[Row] = []
     with console.status("") as status:
         for way, lane, ahead_pages in _WAYS:
@@ -116,8 +113,7 @@ def main(
                     )
                 )
     _show(console, rows)
-    if json is not None:
-        json.write_text(json_text.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    output.write(rows)
 
 
 def _show(console: Console, rows: list[Row]) -> None:

@@ -39,6 +39,9 @@ class Child:
 
     def __init__(self, function: Callable[..., None], *args: Any, deadline_s: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
+        # In the server numpy is imported before the child's environment is there: OpenBLAS must start no threads, since
+        # those that run while it forks are missing afterwards.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         context.set_forkserver_preload([*_PRELOADED, *sys.modules.keys() & {"pytest"}])
         self._connection, theirs = context.Pipe()
         self._killed_by: int | None = None
@@ -57,8 +60,16 @@ class Child:
         return pid
 
     def send(self, message: object) -> None:
-        """Hands a picklable message to the child."""
-        self._connection.send(message)
+        """Hands a picklable message to the child.
+
+        Raises:
+            ChildFailedError: it has ended; with its traceback, if it raised.
+        """
+        try:
+            self._connection.send(message)
+        except OSError:
+            while True:  # what it said before it ended, its failure at last
+                self.receive(timeout_s=5)
 
     def receive(self, *, timeout_s: float = 30.0) -> Any:
         """The child's next message.
