@@ -12,18 +12,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hurray_rdma.cache import Lease, PagePool
+from hurray_rdma.cache import PagePool
 from hurray_rdma.control import (
     AbortRequested,
     AllEnded,
     Committed,
     DescriptorEnded,
-    ErrorCode,
     Event,
-    Grant,
     LeaseRenewed,
     Offer,
     Offered,
@@ -39,6 +34,7 @@ from hurray_rdma.control import (
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
+from hurray_rdma.engine.granting import Granting
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.parts import GoodOffer, WaitingOffers, Whole
 from hurray_rdma.engine.placement import Placement
@@ -106,13 +102,12 @@ class Receiver:
         self.pool_id = pool_id
         self.name = name
         self.tenant = tenant
-        self.generation = 1
-        """Of the pool's registration."""
         self.granted = Granted(pool, name=name, lease_s=lease_s, tally=tally)
+        self._granting = Granting(
+            pool, self.granted, name=name, arrivals=arrivals, lease_s=lease_s, timeout_s=timeout_s
+        )
         self._ahead = Reservations(pool, max_pages=ahead_pages, lease_s=lease_s, tally=tally)
         self._arrivals = arrivals
-        self._lease_s = lease_s
-        self._timeout_s = timeout_s
         self._tally = tally
         self._on_resume = on_resume
         self._waiting = WaitingOffers(self._too_late)
@@ -126,6 +121,11 @@ class Receiver:
         self._loop = asyncio.get_running_loop()
         pool.claim(self)
         pool.allocator.watch(self._pages_freed)
+
+    @property
+    def generation(self) -> int:
+        """Of the pool's registration."""
+        return self._granting.generation
 
     @property
     def holding(self) -> bool:
@@ -246,7 +246,7 @@ class Receiver:
 
     def renewed(self, links: Iterable[Link], *, whole: bool) -> None:
         """The pool, or some of it, has been registered anew: peers are told, and what they had of the whole is void."""
-        self.generation += 1
+        self._granting.generation += 1
         for link in links:
             self.announce(link)
         # Refused only now, so that a sender that hears it knows what to offer to instead.
@@ -305,7 +305,7 @@ class Receiver:
             checked = self._checked(link, transfer_id, offer)
             whole = self.granted.unfilled.get(offer.key)
             if whole is not None:
-                self._join(whole, checked)
+                self._granting.join(whole, checked)
                 return
             of_this_one = self._waiting.of(link) + self._unexpected.of(link)
             if self.num_waiting >= _MAX_WAITING or of_this_one >= _MAX_WAITING_OF_ONE:
@@ -382,8 +382,9 @@ class Receiver:
             whole = self.granted.unfilled.get(head.offer.key)
             try:
                 if whole is not None:
-                    self._join(whole, head)
-                elif not self._try(head):
+                    self._granting.join(whole, head)
+                elif not self._granting.grant(head):
+                    self._free_when_full = self.pool.allocator.accounts().free
                     self._ahead.recall("the pages are needed")
                     return
             except HurrayError as error:
@@ -402,23 +403,12 @@ class Receiver:
             self._unexpected.remove(*offer.key)
             try:
                 if whole is not None:
-                    self._join(whole, offer)
+                    self._granting.join(whole, offer)
                 elif placement is not None:
-                    self._place(offer, placement)
+                    self._granting.place(offer, placement)
                     del self._expected[offer.offer.key]
             except HurrayError as error:
                 self._refuse(*offer.key, error)
-
-    def _place(self, offer: GoodOffer, placement: Placement) -> None:
-        page_ids, present = placement.pages_for(offer.page_map)
-        if offer.heads != self.pool.spec.heads and present.any():
-            raise GeometryError(
-                f"the pool has {self.pool.spec.heads}: pages that are present in part cannot be told from others",
-                field="heads",
-                value=offer.heads,
-            )
-        written = self.pool.allocator.retain(page_ids[~present])
-        self._begin(offer, page_ids, present, written=written, resident=None, page_keys=None)
 
     # Pages granted ahead.
 
@@ -454,101 +444,7 @@ class Receiver:
             self._ahead.fail(link, transfer_id, error)
             return
         written = self._ahead.use(link, transfer_id, count)
-        arrival = self._arrival(checked, written.page_ids, written=written, resident=None)
+        arrival = self._granting.arrival(checked, written.page_ids, written=written, resident=None)
         self.granted.complete(Whole(arrival, checked, written, None, 0, checked.came))
         link.session.acknowledge(transfer_id, now=self._loop.time())
         self._arrivals.put_nowait(arrival)
-
-    # Grants.
-
-    def _try(self, offer: GoodOffer) -> bool:
-        """Grants an offer the pages it needs; False if there are too few of them now."""
-        allocator, page_map = self.pool.allocator, offer.page_map
-        resident, page_keys = None, None
-        page_ids = np.empty(page_map.num_pages, np.uint32)
-        found = np.zeros(page_map.num_pages, np.bool_)
-        if offer.page_keys is not None:
-            page_keys = offer.page_keys
-            here = self.pool.resident.acquire(page_keys)
-            found, resident, page_ids = here.found, here.lease, here.page_ids.copy()
-            page_keys = page_keys[~found]
-        num_written = int((~found).sum())
-        try:
-            written = allocator.lease(num_written)
-        except PoolExhaustedError:
-            if resident is not None:
-                resident.release()
-            self._free_when_full = allocator.accounts().free
-            return False
-        page_ids[~found] = written.page_ids
-        self._begin(offer, page_ids, found, written=written, resident=resident, page_keys=page_keys)
-        return True
-
-    def _begin(
-        self,
-        offer: GoodOffer,
-        page_ids: NDArray[np.uint32],
-        found: NDArray[np.bool_],
-        *,
-        written: Lease,
-        resident: Lease | None,
-        page_keys: NDArray[np.uint8] | None,
-    ) -> None:
-        """Grants an offer its pages, of which those ``found`` do not travel, and hands the arrival on."""
-        arrival = self._arrival(offer, page_ids, written=written, resident=resident)
-        whole = Whole(arrival, offer, written, page_keys, int(found.sum()), self._loop.time())
-        try:
-            self._grant(whole, offer, page_ids, found)
-        except HurrayError as error:
-            arrival.stopping(error)
-            arrival.ended(quiet=True)  # it was not granted
-            raise
-        self._arrivals.put_nowait(arrival)
-
-    def _arrival(
-        self, offer: GoodOffer, page_ids: NDArray[np.uint32], *, written: Lease, resident: Lease | None
-    ) -> Arrival:
-        return Arrival(
-            self.pool,
-            offer.offer.key,
-            group=self.name or None,
-            page_map=offer.page_map,
-            page_ids=page_ids,
-            written=written,
-            resident=resident,
-            timeout_s=self._timeout_s,
-            sender=offer.link.peer.engine_name,
-            lane=offer.offer.lane,
-            path=offer.offer.path,
-            on_abort=self._abort,
-        )
-
-    def _join(self, whole: Whole, offer: GoodOffer) -> None:
-        """Grants a further sender the pages that the others write into, for other heads."""
-        first, last = offer.heads
-        for held in whole.heads:
-            if first < held[1] and held[0] < last:
-                raise GeometryError(
-                    f"another sender of {offer.offer.key!r} brings heads {held[0]} to {held[1] - 1}",
-                    field="heads",
-                    value=offer.heads,
-                )
-        if not np.array_equal(offer.page_map.seq_lens, whole.offer.page_map.seq_lens):
-            raise GeometryError(
-                f"another sender of {offer.offer.key!r} has other sequence lengths",
-                field="seq_lens",
-                value=offer.page_map.seq_lens.tolist()[:8],
-            )
-        page_ids = offer.page_map.pages_for(whole.arrival.block_table)
-        self._grant(whole, offer, page_ids, np.zeros(len(page_ids), np.bool_))
-
-    def _grant(self, whole: Whole, offer: GoodOffer, page_ids: NDArray[np.uint32], resident: NDArray[np.bool_]) -> None:
-        grant = Grant(generation=self.generation, page_ids=page_ids, resident=resident, lease_s=self._lease_s)
-        if not offer.link.session.grant(offer.transfer_id, grant, now=self._loop.time()):
-            raise TransferAbortedError(f"the sender of {offer.offer.key!r} does not wait for its grant any more")
-        offer.link.notify()
-        self.granted.add(whole, offer, page_ids[~resident])
-
-    def _abort(self, arrival: Arrival, reason: str) -> None:
-        """The application does not want the arrival any more."""
-        self.granted.abort(arrival, ErrorCode.ABORTED, reason)
