@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import Lease, PagePool, Snapshot
 from hurray_rdma.engine.marks import device_of
 from hurray_rdma.errors import (
+    ConfigError,
     DeadlineExceededError,
     GeometryError,
     HurrayError,
@@ -124,7 +125,7 @@ class Arrival:
             timeout_s: defaults to the engine's.
 
         Raises:
-            ConfigError: it is no stream.
+            ConfigError: it is no stream, or one of a GPU that neither orders remote writes nor can be told to.
             GeometryError: there is no such layer.
             DeadlineExceededError: not in time; the arrival goes on.
             LeaseExpiredError: it was released.
@@ -178,7 +179,11 @@ class Arrival:
 
     async def _let_wait(self, stream: Any, layer: int, timeout_s: float) -> None:
         # CUDA's calls block while the stream's queue is full, maybe behind another gate, which this loop has to open.
-        index, gates = device_of(self._pool, stream), self._pool.regions[0].context.gates
+        index, context = device_of(self._pool, stream), self._pool.regions[0].context
+        if self._pool.device_index is not None and not context.orders_writes(index):
+            rule = f"must be None: kernels that are queued on cuda:{index} already may miss what peers write later"
+            raise ConfigError(rule, field="stream", value=stream, fix="Wait without a stream, and launch after that")
+        gates = context.gates
         if gates.exhausted:
             await asyncio.to_thread(gates.reserve, index=index)
             if self._layers[layer].is_set():

@@ -22,7 +22,14 @@ from pathlib import Path
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
 from hurray_rdma.transport.binding import BoundContext, native
 from hurray_rdma.transport.cuda import Driver, driver
-from hurray_rdma.transport.devices import Backing, check_device_memory, device_index, host_backing, missing_flush
+from hurray_rdma.transport.devices import (
+    Backing,
+    check_device_memory,
+    device_index,
+    host_backing,
+    missing_flush,
+    orders_writes,
+)
 from hurray_rdma.transport.endpoint import Worker
 from hurray_rdma.transport.mappings import mapping_kind, ucx_copies
 from hurray_rdma.transport.memory import Region
@@ -106,6 +113,10 @@ class Context:
             self._flushes[index] = missing_flush(self.driver, index)
         return self._flushes[index]
 
+    def orders_writes(self, index: int) -> bool:
+        """As `devices.orders_writes`."""
+        return orders_writes(self.driver, index)
+
     def allocate(self, nbytes: int, *, pinned: bool = False) -> Region:
         """Host memory of UCX's choice, zero-filled; a peer on this host can map it and write with plain stores.
 
@@ -173,12 +184,18 @@ class Context:
                 cuda = self.driver
             except TransportError as error:
                 raise RegistrationError(str(error), field="device", value=device) from error
-            with cuda.current(index):
-                backing = check_device_memory(cuda, address, nbytes, index=index)
-                memory = self._map(address, nbytes, device, owner)
-            self._check_seen(memory, device, backing)
+            memory, backing = self._map_device(cuda, address, nbytes, index, owner)
             self._adopt(index)
         return Region(memory, device=device, context=self, allocated=False, owner=owner, backing=backing)
+
+    def _map_device(
+        self, cuda: Driver, address: int, nbytes: int, index: int, owner: object
+    ) -> tuple[native.Memory, Backing]:
+        with cuda.current(index):
+            backing = check_device_memory(cuda, address, nbytes, index=index)
+            memory = self._map(address, nbytes, f"cuda:{index}", owner)
+            self._check_seen(memory, f"cuda:{index}", backing)
+        return memory, backing
 
     def _map(self, address: int, nbytes: int, device: str, owner: object) -> native.Memory:
         # UCX believes whoever names a type, so that it is left to look for itself wherever that matters.
@@ -202,8 +219,9 @@ class Context:
         self._check_process()
         old, device = region.memory, region.device
         if not region.allocated:
-            with region.current():
-                return self._map(old.address, old.nbytes, device, region.owner)
+            if (index := region.device_index) is not None:
+                return self._map_device(self.driver, old.address, old.nbytes, index, region.owner)[0]
+            return self._map(old.address, old.nbytes, device, region.owner)
         if mapping_kind(region.seen_address) == "private":
             raise RegistrationError(
                 "the memory cannot be replaced in place: UCX allocated it, and not as shared memory",

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from hurray_rdma.errors import ConfigError, RegistrationError
 from hurray_rdma.transport.cuda import Driver, MemoryType, Trait
 
-__all__ = ["Backing", "check_device_memory", "device_index", "host_backing", "missing_flush"]
+__all__ = ["Backing", "check_device_memory", "device_index", "host_backing", "missing_flush", "orders_writes"]
 
 _ORDERED_FOR_OWNER = 100
 _CAN_FLUSH = 1
@@ -65,7 +65,8 @@ def check_device_memory(driver: Driver, address: int, nbytes: int, *, index: int
                 f"is on cuda:{pointer.device_index}, but was said to be on cuda:{index}", **_at(where)
             )
     assert first is not None  # looked at above
-    if first.managed:
+    assert last is not None
+    if first.managed or last.managed:
         if not driver.trait(index, Trait.USES_HOST_PAGE_TABLES):
             raise RegistrationError(
                 "is managed memory, which GPUDirect cannot register on this machine",
@@ -73,13 +74,14 @@ def check_device_memory(driver: Driver, address: int, nbytes: int, *, index: int
                 **_at(address),
             )
         return Backing.MANAGED
-    if not first.in_context and not first.rdma_capable and driver.trait(index, Trait.GPU_DIRECT_RDMA):
-        raise RegistrationError(
-            "was made without the flag for GPUDirect RDMA: virtual memory, or a stream-ordered pool",
-            fix="Allocate it without expandable_segments and backend:cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF), or "
-            "outside cupy.cuda.MemoryAsyncPool, or use PagePool.allocate",
-            **_at(address),
-        )
+    for where, pointer in ((address, first), (address + nbytes - 1, last)):
+        if not pointer.in_context and not pointer.rdma_capable and driver.trait(index, Trait.GPU_DIRECT_RDMA):
+            raise RegistrationError(
+                "was made without the flag for GPUDirect RDMA: virtual memory, or a stream-ordered pool",
+                fix="Allocate it without expandable_segments and backend:cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF), or "
+                "outside cupy.cuda.MemoryAsyncPool, or use PagePool.allocate",
+                **_at(where),
+            )
     return Backing.PLAIN
 
 
@@ -93,11 +95,17 @@ def missing_flush(driver: Driver, index: int) -> int | None:
     """The scope to flush remote writes to before kernels of the device may read them; None where they are in order.
 
     A device that is neither in order nor flushed from the host (before CUDA 11.3) orders them at the launch of a
-    kernel.
+    kernel: what is queued before they arrive may miss them (`orders_writes`).
     """
     if driver.trait(index, Trait.WRITES_ORDERING) >= _ORDERED_FOR_OWNER:
         return None
     return _ORDERED_FOR_OWNER if driver.trait(index, Trait.FLUSH_OPTIONS) & _CAN_FLUSH else None
+
+
+def orders_writes(driver: Driver, index: int) -> bool:
+    """Whether kernels that were queued before remote writes arrived see them: in order, or flushed from the host."""
+    ordered = driver.trait(index, Trait.WRITES_ORDERING) >= _ORDERED_FOR_OWNER
+    return ordered or missing_flush(driver, index) is not None
 
 
 def _at(address: int) -> dict[str, str]:

@@ -13,6 +13,7 @@ from hurray_rdma import Arrival, Engine, PagePool
 from hurray_rdma.engine.marks import Mark
 from hurray_rdma.errors import ConfigError, DeadlineExceededError, HurrayError, TransferAbortedError, TransportError
 from hurray_rdma.transport import Context
+from hurray_rdma.transport.cuda import Trait
 from tests.hazards.scenes import SPEC, digest, fill, make_pool, run, settled, snapshot_of
 from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
 
@@ -310,6 +311,31 @@ def test_a_layer_comes_while_cuda_blocks_on_a_full_stream(
             arrival.release()
 
     monkeypatch.setattr(driver, "wait_word", full)
+    run(job())
+
+
+def test_a_gpu_that_does_not_order_remote_writes_lets_no_stream_wait(
+    driver: RecordedDriver, source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+            peer.begin(snapshot_of(source, [3, 1])) as transfer,
+        ):
+            arrival = await first(receiver)
+            with monkeypatch.context() as on_a_gpu:
+                on_a_gpu.setattr(PagePool, "device_index", property(lambda _: 1))
+                with pytest.raises(ConfigError, match="queued on cuda:1 already may miss"):
+                    await wait(arrival, 0)
+                driver.traits = {Trait.WRITES_ORDERING: 100}
+                await wait(arrival, 0)
+            assert words(driver) == [(0, 1)]
+            await transfer.send_rest()
+            await arrival.snapshot()
+            arrival.release()
+
     run(job())
 
 

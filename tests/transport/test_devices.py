@@ -6,7 +6,14 @@ import pytest
 
 from hurray_rdma.errors import ConfigError, RegistrationError
 from hurray_rdma.transport.cuda import MemoryType, Pointer, Trait
-from hurray_rdma.transport.devices import Backing, check_device_memory, device_index, host_backing, missing_flush
+from hurray_rdma.transport.devices import (
+    Backing,
+    check_device_memory,
+    device_index,
+    host_backing,
+    missing_flush,
+    orders_writes,
+)
 from tests.transport.recorded import RecordedDriver
 
 PLAIN = Pointer(MemoryType.DEVICE, 1)
@@ -39,6 +46,12 @@ def test_memory_of_the_device_is_taken() -> None:
             PLAIN,
             r"without the flag for GPUDirect RDMA.*expandable_segments",
         ),
+        (PLAIN, Pointer(MemoryType.DEVICE, 1, managed=True), "is managed memory"),
+        (
+            PLAIN,
+            Pointer(MemoryType.DEVICE, 1, rdma_capable=False, in_context=False),
+            r"address = '0x1fff': was made without the flag",
+        ),
     ],
 )
 def test_other_memory_is_refused_with_the_way_out(first: Pointer | None, last: Pointer | None, text: str) -> None:
@@ -66,14 +79,22 @@ def test_page_locked_memory_is_told_from_pageable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ordering", "options", "scope"),
-    [(0, 1, 100), (0, 3, 100), (0, 2, None), (0, 0, None), (100, 1, None), (200, 1, None)],
+    ("ordering", "options", "scope", "orders"),
+    [
+        (0, 1, 100, True),
+        (0, 3, 100, True),
+        (0, 2, None, False),
+        (0, 0, None, False),
+        (100, 1, None, True),
+        (200, 1, None, True),
+    ],
 )
 def test_remote_writes_are_flushed_where_the_device_does_not_order_them(
-    ordering: int, options: int, scope: int | None
+    ordering: int, options: int, scope: int | None, orders: bool
 ) -> None:
     driver = RecordedDriver(traits={Trait.WRITES_ORDERING: ordering, Trait.FLUSH_OPTIONS: options})
     assert missing_flush(driver, 0) == scope
+    assert orders_writes(driver, 0) is orders
 
 
 def test_devices_have_a_kind_and_a_number() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hurray_rdma import PagePool, Snapshot
+from hurray_rdma.errors import RegistrationError
 from hurray_rdma.format import MemoryClass
 from hurray_rdma.transport import Backing, Context, Region
 from hurray_rdma.transport.cuda import MemoryType, Pointer, Trait
@@ -152,3 +153,14 @@ def test_workers_that_are_open_get_the_context_of_the_first_device(driver: Recor
     assert set(asked) == {2}
     worker.restart(lambda: driver.adopt(9))
     assert len(driver.calls) == 2, "it is closed"
+
+
+def test_memory_of_a_device_is_looked_at_again_when_it_is_registered_anew(
+    driver: RecordedDriver, context: Context
+) -> None:
+    region = region_on("cuda:1", context)
+    with pytest.raises(RegistrationError, match="CUDA knows no device memory"):
+        region.renew()
+    assert region.num_renewals == 0
+    assert driver.context == []
+    region.close()
