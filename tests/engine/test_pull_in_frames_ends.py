@@ -373,7 +373,7 @@ def test_pulls_that_a_reader_ends_itself_are_not_kept_until_it_reads(there: Cont
                 await said(what, transfer_id, is_read=True)
                 transport.write(encode(Abort(ErrorCode.ABORTED, "not wanted"), transfer_id))
                 await said(Quiet(), transfer_id, is_read=False)
-            held = [each.transfer_id for each in gc.get_objects() if isinstance(each, Delivery)]
+            held = [each.transfer_id for each in gc.get_objects() if type(each) is Delivery]
             assert held == [first]
             transport.write(encode(Abort(ErrorCode.ABORTED, "not wanted"), first))
             await said(Quiet(), first, is_read=False)
