@@ -377,7 +377,7 @@ def test_pulls_that_a_reader_ends_itself_are_not_kept_until_it_reads(there: Cont
             assert held == [first]
             transport.write(encode(Abort(ErrorCode.ABORTED, "not wanted"), first))
             await said(Quiet(), first, is_read=False)
-            assert not any(isinstance(each, Delivery) for each in gc.get_objects())
+            assert not any(type(each) is Delivery for each in gc.get_objects())
 
     run(job())
 
