@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -62,6 +63,20 @@ def worker(
         config = ConnectorConfig.from_extra({"timeout_s": 10, "lease_s": 30} | extra)
         with contextlib.closing(WorkerSide(made, config, tp_rank=0, listens=listens)) as side:
             yield side, made.whole
+
+
+def test_the_engine_need_not_wait_long_for_pythons_lock() -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(5e-3)
+        with worker(caches(), switch_interval_s=2e-3):
+            assert sys.getswitchinterval() == pytest.approx(2e-3, abs=2e-6)
+        with worker(caches()):
+            assert sys.getswitchinterval() == pytest.approx(1e-4, abs=2e-6)
+        with worker(caches(), switch_interval_s=2e-3):
+            assert sys.getswitchinterval() == pytest.approx(1e-4, abs=2e-6), "a shorter one stays"
+    finally:
+        sys.setswitchinterval(before)
 
 
 def at(source: WorkerSide, key: str, num_tokens: int, **changes: Any) -> RemotePrefill:

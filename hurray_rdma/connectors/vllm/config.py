@@ -40,13 +40,16 @@ class ConnectorConfig:
     """Budget of one transfer, the connection included."""
     peer_timeout_s: float = 5.0
     """As of `hurray_rdma.Engine`."""
+    switch_interval_s: float = 1e-4
+    """How long vLLM's loop may keep Python's lock while the engine's thread waits for it (`sys.setswitchinterval`, of
+    the whole process: with Python's own 5 ms each step of a hand-over waits so long). A shorter one stays."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"must be from 0 to {_MAX_PORT}", field="port", value=self.port)
         if self.token is not None and self.token_file is not None:
             raise ConfigError("is given beside token: one of them", field="token_file", value=self.token_file)
-        for name in ("lease_s", "timeout_s", "peer_timeout_s"):
+        for name in ("lease_s", "timeout_s", "peer_timeout_s", "switch_interval_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError("must be above 0", field=name, value=getattr(self, name))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class WorkerSide:
             allow_unauthenticated=config.allow_unauthenticated,
         )
         self._engine.start()
+        if sys.getswitchinterval() > config.switch_interval_s:
+            sys.setswitchinterval(config.switch_interval_s)
         if listens:
             for end, pool in caches.pools.items():
                 if end != WHOLE:
