@@ -310,7 +310,8 @@ class Receiver:
             of_this_one = self._waiting.of(link) + self._unexpected.of(link)
             if self.num_waiting >= _MAX_WAITING or of_this_one >= _MAX_WAITING_OF_ONE:
                 raise PeerBusyError("offers wait for pages already", field="waiting", value=self.num_waiting)
-            if len(self._waiting) and self._waiting.nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
+            waiting_nbytes = self._waiting.nbytes + self._unexpected.nbytes
+            if self.num_waiting and waiting_nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
                 rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
                 raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
             if self._arrivals.qsize() >= _MAX_UNTAKEN:

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from hurray_rdma import CacheSpec, Engine, PagePool
+from hurray_rdma import CacheSpec, Engine, PagePool, Placement
 from hurray_rdma.control import (
     Fetch,
     PeerBusyError,
@@ -85,6 +85,32 @@ def test_tables_of_offers_that_wait_are_bounded_in_bytes(monkeypatch: pytest.Mon
                 await peer.send(large)
                 (await anext(engine.arrivals())).release()
                 await settled(pool, 512, 0, 0)
+
+    run(job())
+
+
+def test_tables_of_offers_that_nobody_expects_yet_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = 8, *SPEC.page_shape
+    arrays = {role: [np.zeros(shape, SPEC.storage_dtype) for _ in range(SPEC.num_layers)] for role in SPEC.roles}
+
+    async def job() -> None:
+        with PagePool.from_arrays(SPEC, arrays, external=True) as pool, make_pool(SPEC, 8) as source:
+            sent = snapshot_of(source, [1])
+            bound = len(sent.encode_descriptors()) + 64
+            monkeypatch.setattr(receiver, "_MAX_WAITING_NBYTES", bound)
+            async with (
+                Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine,
+                connected(source, engine.address, timeout_s=10) as peer,
+            ):
+                engine.expect("another", Placement(pool, [0]))
+                sending = asyncio.create_task(peer.send(sent, key="first"))
+                while engine.stats().num_waiting < 1:  # noqa: ASYNC110 - the send's own deadline ends it
+                    await asyncio.sleep(0.005)
+                with pytest.raises(PeerBusyError, match=f"{bound} bytes"):
+                    await peer.send(sent, key="second")
+                sending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
 
     run(job())
 

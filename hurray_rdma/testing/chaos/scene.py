@@ -42,7 +42,6 @@ _S = TypeVar("_S", bound=Settings)
 
 _SETTLES_S = 8.0
 _PROBES_S = 15.0
-_SPARE_S = 3.0
 
 
 async def play_scene(
