@@ -18,9 +18,10 @@ class Reach(Enum):
     MAPPING = auto()
     """Stores into memory that both processes map: ends with the process, or when the memory is replaced."""
     ADDRESS = auto()
-    """The kernel or a device writes where an address points, without asking UCX: ends with the process."""
+    """The kernel or a device writes where an address points, without asking UCX: ends with the process, once messages
+    of it, which may carry some of the pages of a GPU, can come no more, either."""
     SOCKET = auto()
-    """A socket of UCX's own: ends when this side's is closed, or has been read to the end of a dead process's."""
+    """Messages of UCX's own: end when this side's worker is closed, or has taken all of a dead process's."""
     KEY = auto()
     """A network card, by key: ends when the memory is registered anew."""
 
@@ -34,12 +35,15 @@ def reach_of(path: str, lane: str) -> Reach:
     """
     if path == "frames":
         return Reach.FRAMES
-    transports = set(lane.partition(" ")[0].split("+"))
+    names, _, how = lane.partition(" ")
+    transports = set(names.split("+"))
+    if how == "(staged)":  # to or from a GPU, where UCX chooses anew for each size: some pieces may go by address
+        return Reach.ADDRESS
     if path == "mapped" and transports <= _MAPPED:
         return Reach.MAPPING
     if transports & _BY_ADDRESS:
         return Reach.ADDRESS
-    # Beside tcp: messages through shared memory of UCX's own, emulated puts that the receiver copies.
-    if "tcp" in transports or transports <= _MAPPED:
+    # Beside tcp: emulated puts, which come as messages, by a card or through shared memory, and the receiver copies.
+    if "tcp" in transports or how or transports <= _MAPPED:
         return Reach.SOCKET
     return Reach.KEY

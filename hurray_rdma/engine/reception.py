@@ -376,17 +376,19 @@ class Reception:
 
     async def _close_worker(self, link: Link, worker: Worker) -> None:
         await asyncio.to_thread(worker.close)
+        link.own_worker = None
         # Memory and addresses of this host are out of reach for a process that cannot be seen here, whatever it says.
-        self._silenced(link, {Reach.SOCKET, Reach.KEY} if link.watched else set(Reach))
+        by_messages = {Reach.SOCKET, Reach.KEY}
+        self._silenced(link, by_messages if link.watched and not link.process_ended else set(Reach))
 
     def _process_ended(self, link: Link) -> None:
         self._start(self._drain(link))
 
     async def _drain(self, link: Link) -> None:
         """The process of a sender has ended; what it had sent as messages is put where it belongs, and that was all."""
-        reaches = {Reach.MAPPING, Reach.ADDRESS}
-        if link.own_worker is None:
-            reaches.add(Reach.SOCKET)
+        reaches = {Reach.MAPPING}
+        if link.own_worker is None:  # else the closing of that one, which is under way, takes all of its messages along
+            reaches |= {Reach.ADDRESS, Reach.SOCKET}
             if self._owes(link):
                 await asyncio.to_thread(self._worker.drain)
         self._silenced(link, reaches)

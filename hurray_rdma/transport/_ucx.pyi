@@ -75,7 +75,8 @@ def post(
     window: int,
     stop: StopFlag,
     deadline_ns: int,
-) -> tuple[int, int, int, int, bool]: ...
+    describe: bool,
+) -> tuple[int, int, int, int, bool, str]: ...
 def flush(worker: int, endpoint: int, stop: StopFlag, deadline_ns: int) -> int: ...
 def copy(
     src_base: int,

@@ -219,11 +219,13 @@ class Endpoint:
         get: bool,
         stop: StopFlag,
         timeout_s: float,
-    ) -> tuple[int, int, int, int, bool]:
+        describe: bool = False,
+    ) -> tuple[int, int, int, int, bool, str]:
         """Posts a plan with ``ucp_put_nbx`` or ``ucp_get_nbx`` and flushes; returns what `native.post` does. For
         `RemoteMemory`.
 
         One plan at a time: an endpoint that must be closed, because what is in flight does not end, has no other user.
+        The last of what it returns is empty unless ``describe``.
 
         Raises:
             DeadlineExceededError: another plan kept the endpoint busy for ``timeout_s``.
@@ -253,6 +255,7 @@ class Endpoint:
                 _WINDOW,
                 stop,
                 deadline_ns(deadline - time.monotonic()),
+                describe,
             )
             posted, completed, *_ = outcome
             if completed == posted:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Lane", "LaneReport", "parse_lanes"]
+__all__ = ["Lane", "LaneReport", "carried_by", "parse_lanes"]
 
 _LANE = re.compile(
     r"^#\s*lane\[\d+\]:\s+\d+:(?P<transport>[^/\s]+)/(?P<device>\S+)\s+md\[\d+\]\s+->\s+\S+(?P<roles>.*)$"
@@ -19,6 +19,8 @@ _DEVICE_ONLY = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
 _NETWORK = re.compile(r"^(rc|dc|ud)(_|$)")
 """RDMA hardware, which reaches device memory where the machine allows GPUDirect."""
 _RMA_ROLE = re.compile(r"\brma(_bw#\d+)?(?=\s|$)")
+_CARRIER = re.compile(r"(?<![\w/])([a-z][a-z0-9_]*)/[a-z]")
+_EMULATED = "software emulation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class LaneReport:
     def name_between(self, device: str, peer_device: str) -> str:
         """The same, of memory on a device here or of the peer: ``"cuda_ipc"``, ``"rc_mlx5"``, ``"tcp (staged)"``.
 
-        Staged: through host memory of UCX's own, with messages; UCX has no lane between the two.
+        Staged: through host memory of UCX's own, with messages; UCX has no lane between the two. What the lane cannot
+        do for just this memory the endpoint does not tell; `carried_by` does.
         """
         if device == peer_device == "cpu":
             return self.name
@@ -77,6 +80,21 @@ class LaneReport:
 
 def _joined(transports: Iterable[str]) -> str:
     return "+".join(dict.fromkeys(transports))
+
+
+def carried_by(description: str) -> str:
+    """The lane of an operation on memory of a device, by what UCX says of it (``ucp_request_query``); "" if nothing.
+
+    UCX chooses for each kind of memory: the lane that an endpoint has for GPUs carries no managed memory, none that its
+    owner cannot export, and nothing between GPUs that cannot reach each other.
+
+    >>> carried_by("{proto} put(multi) from cuda memory length 65536 zero-copy cuda_ipc/cuda 200000.0 MB/s 0.50 us")
+    'cuda_ipc'
+    >>> carried_by("{proto} put(multi) from cuda memory length 65536 software emulation tcp/lo 11.9 MB/s 327.88 us")
+    'tcp (staged)'
+    """
+    transports = _joined(_CARRIER.findall(description))
+    return f"{transports} (staged)" if transports and _EMULATED in description else transports
 
 
 def parse_lanes(info: str, *, error_handling: bool) -> LaneReport:

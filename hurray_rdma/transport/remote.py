@@ -6,6 +6,7 @@ remote region (`Path`), and whether bytes of a plan that failed may still arrive
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from hurray_rdma.errors import GeometryError, HurrayError, TransportError
 from hurray_rdma.transport.binding import native
 from hurray_rdma.transport.envelope import unseal
+from hurray_rdma.transport.lanes import carried_by
 from hurray_rdma.transport.mappings import mapping_kind
 from hurray_rdma.transport.memory import Region, RemoteRegion
 from hurray_rdma.transport.status import deadline_ns, raise_for
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from hurray_rdma.transport.endpoint import Endpoint
 
 __all__ = ["Moved", "Offsets", "Path", "RemoteMemory", "StopFlag"]
+
+_log = logging.getLogger(__name__)
 
 Offsets = NDArray[np.uint64]
 StopFlag = native.StopFlag
@@ -69,15 +73,21 @@ class RemoteMemory:
         # Memory of a device is not for this process's own loads and stores, wherever it is mapped.
         self._pointer = self._rkey.pointer(remote.remote_addr) if remote.device == "cpu" else 0
         self._mapping = mapping_kind(self._pointer) if self._pointer else None
+        self._carried: dict[str, tuple[int, str]] = {}
+        """By the device of this process's memory: the longest piece of which UCX has said what carries it, and what.
+        Where neither side is a device's, the endpoint tells."""
 
     def path_from(self, device: str) -> Path:
         """How `write` and `read` will move bytes between it and this process's memory on a device."""
         return Path.MAPPED if self._pointer and device == "cpu" else Path.PUT
 
     def lane_from(self, device: str) -> str:
-        """The transport that carries them: the kind of shared memory when mapped, else the endpoint's RMA lane."""
+        """The transport that carries them: the kind of shared memory when mapped, else the endpoint's RMA lane; as soon
+        as something was moved from a device or to it, what UCX took."""
         if self._mapping and device == "cpu":
             return self._mapping
+        if device in self._carried:
+            return self._carried[device][1]
         return self._endpoint.lanes.name_between(device, self.remote.device)
 
     @property
@@ -166,6 +176,8 @@ class RemoteMemory:
         timeout_s: float,
     ) -> Moved:
         memory = local.memory
+        first_nbytes = int(lengths[0]) if len(lengths) else 0
+        ask = path is Path.PUT and self._is_unknown(local.device, first_nbytes)
         self._enter()
         started = time.monotonic()
         try:
@@ -173,7 +185,7 @@ class RemoteMemory:
             try:
                 if path is Path.PUT:
                     with local.current():
-                        outcome = self._endpoint.post(
+                        posted, completed, nbytes, status, settled, description = self._endpoint.post(
                             memory,
                             local_address=memory.address,
                             remote_address=self.remote.remote_addr,
@@ -184,16 +196,20 @@ class RemoteMemory:
                             get=get,
                             stop=stop,
                             timeout_s=timeout_s,
+                            describe=ask,
                         )
+                    if ask:
+                        self._learn(local.device, first_nbytes, description)
                 else:
                     here, there = (memory.address, local_offsets), (self._pointer, remote_offsets)
                     (src, src_offsets), (dst, dst_offsets) = (there, here) if get else (here, there)
-                    outcome = native.copy(src, dst, src_offsets, dst_offsets, lengths, stop, deadline_ns(timeout_s))
+                    posted, completed, nbytes, status, settled = native.copy(
+                        src, dst, src_offsets, dst_offsets, lengths, stop, deadline_ns(timeout_s)
+                    )
             finally:
                 memory.release()
         finally:
             self._leave()
-        posted, completed, nbytes, status, settled = outcome
         try:
             raise_for(status, "get" if get else "put", timeout_s=timeout_s)
         except HurrayError as error:
@@ -201,6 +217,26 @@ class RemoteMemory:
             error.in_doubt = completed != posted and self._endpoint.holds_memory if get else not settled
             raise
         return Moved(num_operations=posted, nbytes=nbytes, seconds=time.monotonic() - started)
+
+    def _is_unknown(self, device: str, nbytes: int) -> bool:
+        """Whether only UCX knows which lane a piece takes: it has several for devices, and chooses by size, too."""
+        return (device, self.remote.device) != ("cpu", "cpu") and nbytes > self._carried.get(device, (0, ""))[0]
+
+    def _learn(self, device: str, nbytes: int, description: str) -> None:
+        lane, expected = carried_by(description), self.lane_from(device)
+        if not lane:
+            return  # it was done at once; another plan will tell
+        self._carried[device] = nbytes, lane
+        if lane.endswith("(staged)") and not expected.endswith("(staged)"):
+            _log.warning(
+                "pages between %s here and %s of the peer travel over %s, not %s: managed memory, virtual memory that "
+                "cannot be exported, or GPUs that cannot reach each other; UCX says %r",
+                device,
+                self.remote.device,
+                lane,
+                expected,
+                description,
+            )
 
     def _enter(self) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from hurray_rdma import Arrival, DeadlineExceededError, Engine, HurrayError, PagePool, PeerLostError, RegistrationError
-from hurray_rdma.engine import ArrivalState
+from hurray_rdma.engine import ArrivalState, parts
+from hurray_rdma.engine.reach import Reach
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import Context, default_context
+from hurray_rdma.transport import Context, Worker, default_context
 from tests.hazards.scenes import (
     LANES,
     SPEC,
@@ -216,6 +218,38 @@ def test_a_sender_over_tcp_is_silent_once_its_own_worker_is_closed() -> None:
             assert (stats.num_quarantined, stats.num_recovered) == (4, 4)
             assert stats.losses == {"PeerLostError": 1}
             await whole_pool_is_usable(pool, engine)
+
+    run(job())
+
+
+def test_what_may_come_by_address_or_as_messages_is_over_when_neither_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a GPU's pages: the end of the process is not enough while its messages may wait here to be taken."""
+    closes = threading.Event()
+    close = Worker.close
+
+    def slowly(worker: Worker) -> None:
+        if closing:
+            assert closes.wait(20)
+        close(worker)
+
+    closing: list[bool] = []
+    monkeypatch.setattr(Worker, "close", slowly)
+    monkeypatch.setattr(parts, "reach_of", lambda path, lane: Reach.ADDRESS)
+
+    async def job() -> None:
+        async with half_written("tcp", lease_s=60, peer_timeout_s=2) as (pool, engine, child, arrival):
+            closing.append(True)
+            child.signal(signal.SIGKILL)
+            with pytest.raises(PeerLostError):
+                await arrival.snapshot()
+            await settled(pool, 4, 0, 4)
+            (link,) = engine._reception._owing  # type: ignore[union-attr]
+            await eventually(lambda: link.process_ended)
+            await asyncio.sleep(0)
+            assert counts(pool) == (4, 0, 4), "its worker here is not closed"
+            closes.set()
+            await settled(pool, 8, 0, 0)
+            closing.clear()
 
     run(job())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from dataclasses import replace
@@ -20,7 +21,8 @@ from hurray_rdma.errors import (
     TransportError,
 )
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import Context, Path, StopFlag
+from hurray_rdma.transport import Context, Endpoint, Path, RemoteMemory, StopFlag
+from hurray_rdma.transport.lanes import LaneReport
 
 PAGE = 8192
 NUM_PAGES = 512
@@ -230,6 +232,93 @@ def test_memory_of_a_device_is_never_reached_by_this_process_s_own_loads_and_sto
         on_device = endpoint.open_region(replace(remote, device="cuda:0"))
         assert on_device.path is Path.PUT
         assert on_device.lane.endswith("(staged)")
+        endpoint.close()
+        worker.close()
+        child.send("end")
+
+
+@pytest.mark.parametrize(
+    ("options", "lane_of_puts", "lane_of_gets"),
+    [({"TLS": "posix,cma"}, "cma", "cma"), ({"TLS": "tcp"}, "tcp", "tcp (staged)")],
+    ids=["cma", "tcp"],
+)
+def test_the_lane_of_a_device_is_what_ucx_says_that_it_took(
+    options: dict[str, str],
+    lane_of_puts: str,
+    lane_of_gets: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Host memory that is said to be a device's: what an endpoint has for devices, and UCX does not take."""
+    monkeypatch.setattr(LaneReport, "name_between", lambda *_: "cuda_ipc")
+    with Child(target, options, False) as child:
+        address, remote = child.receive()
+        context = Context(options)
+        worker = context.open_worker()
+        local = context.allocate(NBYTES)
+        local.array()[:] = 7
+        endpoint = worker.connect(address, timeout_s=10)
+
+        def move(memory: RemoteMemory, way: str, nbytes: int) -> str:
+            zero = np.zeros(4, np.uint64)
+            places = zero + np.arange(4, dtype=np.uint64) * np.uint64(nbytes)
+            done = getattr(memory, way)(
+                local,
+                src_offsets=places,
+                dst_offsets=places,
+                lengths=zero + np.uint64(nbytes),
+                stop=StopFlag(),
+                timeout_s=10,
+            )
+            assert (done.num_operations, done.nbytes) == (4, 4 * nbytes)
+            return memory.lane_from("cpu")
+
+        put, got = (endpoint.open_region(replace(remote, device="cuda:0")) for _ in range(2))
+        assert put.lane_from("cpu") == got.lane_from("cpu") == "cuda_ipc"
+        with caplog.at_level(logging.WARNING, "hurray_rdma"):
+            assert move(put, "write", PAGE) == lane_of_puts
+            assert not caplog.records
+            assert move(got, "read", PAGE) == lane_of_gets
+            assert move(got, "read", 4 * PAGE) == lane_of_gets
+        staged = lane_of_gets.endswith("(staged)")
+        assert [each.levelname for each in caplog.records] == ["WARNING"] * staged, "said once"
+        if staged:
+            assert "travel over tcp (staged), not cuda_ipc" in caplog.text
+            assert "software emulation tcp/lo" in caplog.text
+        pages = local.array().reshape(NUM_PAGES, PAGE)
+        assert (pages[:4] == 7).all()
+        assert (pages[4:16] == 0xEE).all()
+        assert (pages[16:] == 7).all()
+        assert endpoint.close()
+        worker.close()
+        child.send("read")
+        assert (child.receive()[: 4 * PAGE] == 7).all()
+        child.send("end")
+
+
+def test_ucx_is_asked_of_the_longest_pieces_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    post = Endpoint.post
+    monkeypatch.setattr(Endpoint, "post", lambda *a, **k: asked.append(k["describe"]) or post(*a, **k))  # type: ignore[func-returns-value]
+    with Child(target, {}, False) as child:
+        address, remote = child.receive()
+        context = Context()
+        worker = context.open_worker()
+        local = context.allocate(NBYTES)
+        endpoint = worker.connect(address, timeout_s=10)
+        on_device, on_host = endpoint.open_region(replace(remote, device="cuda:0")), endpoint.open_region(remote)
+        one = np.zeros(1, np.uint64)
+        for memory in (on_host, on_device):
+            for nbytes in (64, 64, 32, PAGE, 64):
+                memory.write(
+                    local,
+                    src_offsets=one,
+                    dst_offsets=one,
+                    lengths=one + np.uint64(nbytes),
+                    stop=StopFlag(),
+                    timeout_s=10,
+                )
+        assert asked == [False] * 5 + [True, False, False, True, False]
         endpoint.close()
         worker.close()
         child.send("end")

@@ -13,7 +13,7 @@ from libc.stdlib cimport free
 from libc.string cimport memset, strerror
 
 from moves cimport (
-    HURRAY_GET, HURRAY_PUT, hurray_close_begin, hurray_close_drop, hurray_close_wait, hurray_closing_t, hurray_copy,
+    HURRAY_DESCRIPTION_SIZE, HURRAY_GET, HURRAY_PUT, hurray_close_begin, hurray_close_drop, hurray_close_wait, hurray_closing_t, hurray_copy,
     hurray_flush, hurray_map_over, hurray_memcpy, hurray_outcome_t, hurray_plan_t, hurray_post,
 )
 from ucp cimport *
@@ -370,19 +370,22 @@ cdef int same_length(const uint64_t[::1] a, const uint64_t[::1] b, const uint64_
 def post(uintptr_t worker, uintptr_t endpoint, bint get, uint64_t local_base, Memory local_memory not None,
          uint64_t remote_base, RemoteKey remote_key not None, const uint64_t[::1] local_offsets not None,
          const uint64_t[::1] remote_offsets not None, const uint64_t[::1] lengths not None, uint64_t window,
-         StopFlag stop not None, uint64_t deadline_ns):
+         StopFlag stop not None, uint64_t deadline_ns, bint describe):
     """Posts a plan as ``ucp_put_nbx`` (or ``ucp_get_nbx``) and flushes; see ``hurray_post`` in moves.h.
 
-    Returns ``(posted, completed, nbytes, status, settled)``. While completed < posted UCX still uses the local memory: keep it
-    alive and untouched until the endpoint has been closed by force.
+    Returns ``(posted, completed, nbytes, status, settled, description)``. While completed < posted UCX still uses the
+    local memory: keep it alive and untouched until the endpoint has been closed by force. The description is empty
+    unless ``describe``, and where UCX did the first piece at once.
     """
+    cdef char description[HURRAY_DESCRIPTION_SIZE]
     cdef hurray_plan_t plan
     cdef hurray_outcome_t outcome
     same_length(local_offsets, remote_offsets, lengths)
     if local_memory.handle == NULL or remote_key.handle == NULL:
         raise ValueError("post on closed memory or a closed remote key")
     if lengths.shape[0] == 0:
-        return 0, 0, 0, <int>UCS_OK, True
+        return 0, 0, 0, <int>UCS_OK, True, ""
+    description[0] = 0
     plan.local_offsets = &local_offsets[0]
     plan.remote_offsets = &remote_offsets[0]
     plan.lengths = &lengths[0]
@@ -390,8 +393,8 @@ def post(uintptr_t worker, uintptr_t endpoint, bint get, uint64_t local_base, Me
     with nogil:
         outcome = hurray_post(<ucp_worker_h>worker, <ucp_ep_h>endpoint, HURRAY_GET if get else HURRAY_PUT, local_base,
                               local_memory.handle, remote_base, remote_key.handle, plan, window, &stop.value,
-                              deadline_ns)
-    return _as_tuple(outcome)
+                              deadline_ns, description if describe else NULL)
+    return *_as_tuple(outcome), description.decode(errors="replace")
 
 
 def flush(uintptr_t worker, uintptr_t endpoint, StopFlag stop not None, uint64_t deadline_ns):

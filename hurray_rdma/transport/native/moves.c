@@ -27,6 +27,7 @@ typedef struct hurray_closing {
     uint64_t completed;
     int status;
     int64_t holders;
+    int described; /* the request that is to be described has been completed, or looked at: the second of both frees it */
 } progress_t;
 
 static uint64_t now_ns(void)
@@ -58,15 +59,47 @@ static void progress_fail(progress_t *progress, ucs_status_t status)
     __atomic_compare_exchange_n(&progress->status, &expected, (int)status, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-static void on_complete(void *request, ucs_status_t status, void *user_data)
+static void complete(progress_t *progress, ucs_status_t status)
 {
-    progress_t *progress = user_data;
     if (status != UCS_OK) {
         progress_fail(progress, status);
     }
-    ucp_request_free(request);
     __atomic_add_fetch(&progress->completed, 1, __ATOMIC_ACQ_REL);
     progress_drop(progress);
+}
+
+static void on_complete(void *request, ucs_status_t status, void *user_data)
+{
+    ucp_request_free(request);
+    complete(user_data, status);
+}
+
+/* Of the one request that is described: the thread that posted it may be looking at it. */
+static void on_described_complete(void *request, ucs_status_t status, void *user_data)
+{
+    progress_t *progress = user_data;
+
+    if (__atomic_exchange_n(&progress->described, 1, __ATOMIC_ACQ_REL)) {
+        ucp_request_free(request);
+    }
+    complete(progress, status);
+}
+
+/* Asks UCX what it does for a request whose callback is on_described_complete. */
+static void describe(progress_t *progress, void *request, char *text)
+{
+    ucp_request_attr_t attr = {
+        .field_mask = UCP_REQUEST_ATTR_FIELD_INFO_STRING | UCP_REQUEST_ATTR_FIELD_INFO_STRING_SIZE,
+        .debug_string = text,
+        .debug_string_size = HURRAY_DESCRIPTION_SIZE,
+    };
+
+    if (ucp_request_query(request, &attr) != UCS_OK) {
+        text[0] = '\0';
+    }
+    if (__atomic_exchange_n(&progress->described, 1, __ATOMIC_ACQ_REL)) {
+        ucp_request_free(request);
+    }
 }
 
 /* True when the time is up; a stop brings the deadline forward. */
@@ -196,11 +229,12 @@ void hurray_close_drop(hurray_closing_t *closing)
 
 hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_t direction, uint64_t local_base,
                              ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
-                             uint64_t window, const volatile int *stop, uint64_t deadline_ns)
+                             uint64_t window, const volatile int *stop, uint64_t deadline_ns, char *description)
 {
     hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
     progress_t *progress = progress_new();
     ucp_request_param_t param;
+    ucs_status_ptr_t result;
     ucs_status_t waited, drained, failed;
     const uint64_t asked_ns = deadline_ns;
 
@@ -236,9 +270,13 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
         __atomic_add_fetch(&progress->holders, 1, __ATOMIC_ACQ_REL);
         outcome.posted++;
         outcome.nbytes += plan.lengths[i];
-        outcome.status = account(progress, direction == HURRAY_PUT
-                                               ? ucp_put_nbx(ep, local, plan.lengths[i], remote, rkey, &param)
-                                               : ucp_get_nbx(ep, local, plan.lengths[i], remote, rkey, &param));
+        param.cb.send = (description != NULL && i == 0) ? on_described_complete : on_complete;
+        result = direction == HURRAY_PUT ? ucp_put_nbx(ep, local, plan.lengths[i], remote, rkey, &param)
+                                         : ucp_get_nbx(ep, local, plan.lengths[i], remote, rkey, &param);
+        if (description != NULL && i == 0 && UCS_PTR_IS_PTR(result)) {
+            describe(progress, result, description);
+        }
+        outcome.status = account(progress, result);
     }
 
     /* Also after a failure: what is in flight must land, or be known not to, before the caller may go on. */

@@ -26,15 +26,19 @@ typedef struct {
     int settled;          /* whether all that was posted is at its destination, so that nothing can land later */
 } hurray_outcome_t;
 
+/* Bytes that a description takes, its end included. */
+#define HURRAY_DESCRIPTION_SIZE 512
+
 /*
  * Posts every piece with at most `window` operations outstanding, then flushes the endpoint: on UCS_OK all bytes are
  * at their destination. `stop` may become non-zero at any time (from another thread): posting ends, what is in flight
  * is waited for. `deadline_ns` is CLOCK_MONOTONIC. When outcome.completed < outcome.posted the local memory is still
- * in use by UCX: only closing the endpoint by force ends that.
+ * in use by UCX: only closing the endpoint by force ends that. `description`, if not NULL, becomes UCX's own words for
+ * what it does with the first piece (ucp_request_query); it stays as it is where that was done at once.
  */
 hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_t direction, uint64_t local_base,
                              ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
-                             uint64_t window, const volatile int *stop, uint64_t deadline_ns);
+                             uint64_t window, const volatile int *stop, uint64_t deadline_ns, char *description);
 
 /* Waits until all that was posted on the endpoint before is complete at the remote side (ucp_ep_flush_nbx). */
 ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, const volatile int *stop, uint64_t deadline_ns);

@@ -2,6 +2,9 @@ from libc.stdint cimport uint64_t
 from ucp cimport ucp_ep_h, ucp_mem_h, ucp_rkey_h, ucp_worker_h, ucs_status_t
 
 cdef extern from "moves.h" nogil:
+    enum:
+        HURRAY_DESCRIPTION_SIZE
+
     ctypedef enum hurray_direction_t:
         HURRAY_PUT
         HURRAY_GET
@@ -21,7 +24,7 @@ cdef extern from "moves.h" nogil:
 
     hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_t direction, uint64_t local_base,
                                  ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
-                                 uint64_t window, const int *stop, uint64_t deadline_ns)
+                                 uint64_t window, const int *stop, uint64_t deadline_ns, char *description)
     ctypedef struct hurray_closing_t:
         pass
 
