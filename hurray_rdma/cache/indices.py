@@ -6,6 +6,7 @@ Knows arrays of page IDs and token counts only; of a caller's or of a peer's, no
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,14 @@ def narrowed(values: ArrayLike, *, field: str) -> NDArray[np.uint32]:
 
 
 def sibling(like: Any, values: NDArray[Any]) -> Any:
-    """A copy of values as an array of another one's library (NEP 35), on its device, whichever is the current one."""
+    """A copy of values as an array of another one's library, on its device, whichever is the current one.
+
+    On a device it goes there on the library's current stream, from page-locked memory, and waits for nothing that is on
+    the stream: CuPy's arrays are made that way (NEP 35), torch has to be told.
+    """
+    if hasattr(like, "new_tensor"):
+        torch = importlib.import_module("torch")
+        return torch.tensor(values, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
     device: Any = getattr(like, "device", None)
     with device if hasattr(device, "__enter__") else contextlib.nullcontext():
         return np.array(values, like=like)

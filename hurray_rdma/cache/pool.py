@@ -228,6 +228,11 @@ class PagePool:
         backings = {region.backing for region in self._regions}
         return backings.pop() if len(backings) == 1 else self._regions[0].backing.PLAIN
 
+    @property
+    def needs_flush(self) -> bool:
+        """Whether `make_visible` has anything to do: it may block, then."""
+        return self._regions[0].needs_flush
+
     def make_visible(self) -> None:
         """Lets kernels that are launched later see what peers have written into the pages (`Region.make_visible`)."""
         self._regions[0].make_visible()

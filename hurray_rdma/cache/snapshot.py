@@ -5,7 +5,6 @@ Knows pages, tables and the descriptors that describe them; moves nothing and le
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -121,7 +120,8 @@ class Snapshot:
         """``block_table``, ``seq_ptr`` and ``seq_lens`` as int32 arrays of the library and device of another array.
 
         So that an attention kernel finds them beside the pages: ``snapshot.tables_like(pool.pages("key", 0))``. They go
-        there on the library's current stream; nothing comes back.
+        there on the library's current stream, which is not waited for, also where it waits for pages
+        (`Arrival.wait_layer`); nothing comes back.
 
         Args:
             like: a NumPy, CuPy or torch array.
@@ -206,9 +206,7 @@ class Snapshot:
 
 
 def _int32_like(values: NDArray[np.int32], like: Any) -> Any:
-    if hasattr(like, "new_tensor"):  # torch, whose new_tensor takes integers for those of ``like`` unless it is told
-        return like.new_tensor(values, dtype=importlib.import_module("torch").int32)
-    if hasattr(like, "__array_function__"):  # NumPy, CuPy
+    if hasattr(like, "new_tensor") or hasattr(like, "__array_function__"):  # torch; NumPy, CuPy
         return sibling(like, values)
     raise GeometryError("is no NumPy, CuPy or torch array", field="like", value=type(like).__name__)
 

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import Lease, PagePool, Snapshot
+from hurray_rdma.engine.apart import apart
 from hurray_rdma.engine.marks import device_of
 from hurray_rdma.errors import (
     ConfigError,
@@ -185,13 +187,18 @@ class Arrival:
             raise ConfigError(rule, field="stream", value=stream, fix="Wait without a stream, and launch after that")
         gates = context.gates
         if gates.exhausted:
-            await asyncio.to_thread(gates.reserve, index=index)
+            await apart(partial(gates.reserve, index=index))
             if self._layers[layer].is_set():
                 return
         gate = gates.make(index=index)
         self._gates[layer][gate] = asyncio.get_running_loop().call_later(timeout_s, self._open, layer, gate)
         try:
-            await asyncio.to_thread(gate.wait, stream, index=index)
+            async with asyncio.timeout(timeout_s):
+                await apart(partial(gate.wait, stream, index=index))
+        except TimeoutError:
+            self._open(layer, gate)
+            rule = f"the stream's queue was full all the time: nothing of it waits for layer {layer} of {self.key!r}"
+            raise DeadlineExceededError(rule, field="timeout_s", value=timeout_s) from None
         except BaseException:
             self._open(layer, gate)
             raise

@@ -18,7 +18,7 @@ from hurray_rdma.control import DeviceUnavailableError, SessionConfig, Tls, pars
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.compat import check_context, same_kind, same_tensors
 from hurray_rdma.engine.connection import Surroundings
-from hurray_rdma.engine.marks import mark_of
+from hurray_rdma.engine.marks import mark_soon
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.processes import process_id
@@ -338,7 +338,8 @@ class Engine:
             key: what readers ask for.
             snapshot: over one of this engine's pools; its pages must keep their content while it is published.
             page_keys: as of `Peer.send`: pages that the reader holds under the same key are not read.
-            stream: as of `Peer.send`: readers wait until what is queued on it by now has run.
+            stream: as of `Peer.send`: readers wait until what is queued on it by now has run. If CUDA refuses it, they
+                hear so. Begin no capture of a graph on it right after.
             lease_s: None is the engine's.
             max_readers: it is taken back as soon as so many have read it to the end; None is any number.
             on_end: called on the engine's loop with the key and the number of those who have read it to the end, once
@@ -348,7 +349,6 @@ class Engine:
             ConfigError: the engine does not listen, the pool is none of its pools, the key is taken, a number is out of
                 range, or ``stream`` is no stream.
             GeometryError: ``page_keys`` are not one for each entry of the block table.
-            TransportError: CUDA refuses the ``stream``.
         """
         self._receiving().check_pool(snapshot.pool)
         self._receiving().publishing.publish(
@@ -358,7 +358,7 @@ class Engine:
             page_keys=page_keys,
             max_readers=max_readers,
             on_end=on_end,
-            mark=mark_of(snapshot.pool, stream),
+            mark=mark_soon(snapshot.pool, stream),
         )
 
     def unpublish(self, key: str) -> bool:

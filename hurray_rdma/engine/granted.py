@@ -23,6 +23,7 @@ from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.parts import GoodOffer, Part, Whole
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.tally import Tally
+from hurray_rdma.engine.visibility import Visibility
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, ProtocolError, TransferAbortedError
 
 __all__ = ["Granted"]
@@ -43,6 +44,8 @@ class Granted:
         self._name = name
         self._lease_s = lease_s
         self._tally = tally
+        self.visibility = Visibility(pool)
+        """What has come is complete only once the pool's GPU sees it."""
         self._loop = asyncio.get_running_loop()
         self._parts: dict[tuple[Link, int], Part] = {}
         self._loud: dict[tuple[Link, int], Part] = {}
@@ -118,14 +121,14 @@ class Granted:
             except HurrayError as error:
                 self._fail_part(part, error)
                 return
-        try:
-            self._pool.make_visible()
-        except HurrayError as error:
-            self._fail_part(part, error)
-            return
-        _, layer = part.offer.source.tensors[index]
-        first, last = part.offer.heads
-        part.whole.arrival.layer_ended(layer, num_heads=last - first)
+        self.visibility.then(partial(self._layer_ended, part, index), partial(self._fail_part, part))
+
+    def _layer_ended(self, part: Part, index: int) -> None:
+        """They are there to be read, too."""
+        if part.whole.arrival.state is ArrivalState.ARRIVING:
+            _, layer = part.offer.source.tensors[index]
+            first, last = part.offer.heads
+            part.whole.arrival.layer_ended(layer, num_heads=last - first)
 
     def lease_renewed(self, link: Link, transfer_id: int) -> None:
         """The sender goes on: its next layer may still be computed. Not beyond the time that it gave the transfer."""
@@ -135,12 +138,16 @@ class Granted:
 
     def all_ended(self, link: Link, transfer_id: int) -> None:
         """A sender has done its part."""
+        self.visibility.after(partial(self._all_ended, link, transfer_id))
+
+    def _all_ended(self, link: Link, transfer_id: int) -> None:
         key = link, transfer_id
         part = self._parts.get(key)
         if part is None or part.whole.arrival.state is ArrivalState.ABORTING:
             return  # what was not wanted any more waits for QUIET
         self._forget(key)
         link.session.acknowledge(transfer_id, now=self._loop.time())
+        link.notify()
         whole = part.whole
         whole.parts.remove(part)
         if not whole.parts and self.unfilled.get(part.offer.offer.key) is not whole:

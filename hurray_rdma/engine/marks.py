@@ -1,6 +1,7 @@
 """Points on CUDA streams that transfers wait for: what was queued before them has filled the pages.
 
-Knows pools and streams; asks the transport. Nothing here blocks, unless a stream's queue is full.
+Knows pools and streams; asks the transport. CUDA blocks whoever records one while the stream's queue is full, maybe
+behind a gate that the event loop opens: what runs on the loop has it recorded by another thread.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from concurrent.futures import Future
 from typing import Any
 
 from hurray_rdma.cache import PagePool
-from hurray_rdma.errors import HurrayError
-from hurray_rdma.transport import stream_device
+from hurray_rdma.engine.apart import apart, start_apart
+from hurray_rdma.errors import DeadlineExceededError, HurrayError
+from hurray_rdma.transport import stream_device, stream_handle
 
-__all__ = ["Mark", "device_of", "mark_of", "marked"]
+__all__ = ["Mark", "device_of", "mark_of", "mark_soon", "marked"]
 
 
 class Mark:
-    """A point on a stream, from when it is made.
+    """A point on a stream, from when it is recorded. Made by `mark_of`, `mark_soon` and `marked`.
 
     Args:
         pool: whose pages are filled by the work before it.
@@ -25,13 +27,31 @@ class Mark:
 
     Raises:
         ConfigError: it is no stream, or it does not say on which GPU it is, and the pool is on none.
-        TransportError: CUDA refuses.
     """
 
     def __init__(self, pool: PagePool, stream: Any) -> None:
         self._passed: Future[None] = Future()
         self._passed.set_running_or_notify_cancel()  # nobody who waits for it may cancel it
-        pool.regions[0].context.streams.mark(stream, index=device_of(pool, stream), told=self._told)
+        stream_handle(stream)
+        self._stream = stream  # alive until it is recorded
+        self._index = device_of(pool, stream)
+        self._streams = pool.regions[0].context.streams
+
+    def record(self) -> None:
+        """Once; from now on it waits for what is on the stream.
+
+        Raises:
+            ConfigError: the stream captures a graph.
+            TransportError: CUDA refuses.
+        """
+        self._streams.mark(self._stream, index=self._index, told=self._told)
+
+    def record_or_fail(self) -> None:
+        """The same; whoever waits for it hears of errors."""
+        try:
+            self.record()
+        except HurrayError as error:
+            self._told(error)
 
     def has_passed(self) -> bool:
         """Whether the work has run.
@@ -58,15 +78,48 @@ class Mark:
 
 
 def mark_of(pool: PagePool, stream: Any) -> Mark | None:
-    """A point on the stream as it is now; one that was made before is returned itself, and None where there is none."""
-    return stream if stream is None or isinstance(stream, Mark) else Mark(pool, stream)
+    """A point on the stream as it is now; one that was made before is returned itself, and None where there is none.
 
-
-async def marked(pool: PagePool, stream: Any) -> Mark | None:
-    """`mark_of` for a task: CUDA blocks while the stream's queue is full, maybe behind a gate that the loop opens."""
+    Raises:
+        ConfigError, TransportError: as of `Mark`, and `Mark.record`.
+    """
     if stream is None or isinstance(stream, Mark):
         return stream
-    return await asyncio.to_thread(Mark, pool, stream)
+    mark = Mark(pool, stream)
+    mark.record()
+    return mark
+
+
+def mark_soon(pool: PagePool, stream: Any) -> Mark | None:
+    """`mark_of` for the loop where it cannot wait: after what is on the stream now, and maybe some of what follows.
+
+    Raises:
+        ConfigError: as of `Mark`; what else is wrong those hear who wait for it.
+    """
+    if stream is None or isinstance(stream, Mark):
+        return stream
+    mark = Mark(pool, stream)
+    start_apart(mark.record_or_fail)
+    return mark
+
+
+async def marked(pool: PagePool, stream: Any, *, timeout_s: float) -> Mark | None:
+    """`mark_of` for tasks.
+
+    Raises:
+        ConfigError, TransportError: as of `Mark`, and `Mark.record`.
+        DeadlineExceededError: the stream's queue was full all the time.
+    """
+    if stream is None or isinstance(stream, Mark):
+        return stream
+    mark = Mark(pool, stream)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await apart(mark.record)
+    except TimeoutError:
+        rule = "the stream's queue was full all the time"
+        raise DeadlineExceededError(rule, field="timeout_s", value=timeout_s) from None
+    return mark
 
 
 def device_of(pool: PagePool, stream: Any) -> int:

@@ -206,7 +206,7 @@ class Peer:
         budget_s = self._timeout_s if timeout_s is None else timeout_s
         name = key if key is not None else uuid.uuid4().hex
         check_context(snapshot.pool, self._surroundings.context)
-        mark = await marked(snapshot.pool, stream)
+        mark = await marked(snapshot.pool, stream, timeout_s=budget_s)
         connection = self._connection
         try:
             ready = mark is None or mark.has_passed()
@@ -248,7 +248,10 @@ class Peer:
             HurrayError: as `send`; the groups that were not complete are aborted.
         """
         name = key if key is not None else uuid.uuid4().hex
-        marks = {group: await marked(snapshot.pool, stream) for group, snapshot in snapshots.items()}
+        budget_s = self._timeout_s if timeout_s is None else timeout_s
+        marks = {
+            group: await marked(snapshot.pool, stream, timeout_s=budget_s) for group, snapshot in snapshots.items()
+        }
         async with contextlib.AsyncExitStack() as ending:
             transfers = {
                 group: await ending.enter_async_context(

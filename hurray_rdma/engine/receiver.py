@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from hurray_rdma.cache import PagePool
 from hurray_rdma.control import (
@@ -439,13 +440,22 @@ class Receiver:
                 raise GeometryError(
                     f"{len(lease)} were granted ahead, for whole pages without keys", field="num_pages", value=count
                 )
-            self.pool.make_visible()
         except HurrayError as error:
-            self._tally.failed("receive", error)
-            self._ahead.fail(link, transfer_id, error)
+            self._not_committed((link, transfer_id), error)
             return
-        written = self._ahead.use(link, transfer_id, count)
+        self.granted.visibility.then(partial(self._take_committed, checked), partial(self._not_committed, checked.key))
+
+    def _not_committed(self, key: tuple[Link, int], error: HurrayError) -> None:
+        self._tally.failed("receive", error)
+        self._ahead.fail(*key, error)
+
+    def _take_committed(self, checked: GoodOffer) -> None:
+        link, transfer_id = checked.key
+        if self._ahead.lease_of(link, transfer_id) is None:
+            return  # its session has ended meanwhile
+        written = self._ahead.use(link, transfer_id, checked.page_map.num_pages)
         arrival = self._granting.arrival(checked, written.page_ids, written=written, resident=None)
         self.granted.complete(Whole(arrival, checked, written, None, 0, checked.came))
         link.session.acknowledge(transfer_id, now=self._loop.time())
+        link.notify()
         self._arrivals.put_nowait(arrival)

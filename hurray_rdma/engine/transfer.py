@@ -172,7 +172,8 @@ class Transfer(Exchange[Grant]):
             raise self._error
         self._sent_layers.update(layers)
         try:
-            mark = await marked(self._snapshot.pool, self._stream if stream is None else stream)
+            stream = self._stream if stream is None else stream
+            mark = await marked(self._snapshot.pool, stream, timeout_s=self._left_s)
         except BaseException:
             self._sent_layers.difference_update(layers)
             raise

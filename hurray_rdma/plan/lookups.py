@@ -79,7 +79,7 @@ def beside(like: Any, values: NDArray[np.int64]) -> tuple[Any, Any]:
         return like.astype(np.int64), values
     if hasattr(like, "new_tensor"):  # torch, which indexes by int64
         index = like.long()
-        return index, index.new_tensor(values)
+        return index, sibling(index, values)
     if hasattr(like, "__array_function__"):  # CuPy and others that follow NumPy's NEP 35
         return like, sibling(like, values)
     raise GeometryError("is no NumPy, CuPy or torch array", field="block_table", value=type(like).__name__)

@@ -11,7 +11,7 @@ from hurray_rdma.transport.endpoint import Endpoint, Worker
 from hurray_rdma.transport.lanes import Lane, LaneReport
 from hurray_rdma.transport.memory import Region, RemoteRegion, copy_local
 from hurray_rdma.transport.remote import Moved, Path, RemoteMemory, StopFlag
-from hurray_rdma.transport.streams import Gate, stream_device
+from hurray_rdma.transport.streams import Gate, stream_device, stream_handle
 
 __all__ = [
     "Backing",
@@ -30,4 +30,5 @@ __all__ = [
     "copy_local",
     "default_context",
     "stream_device",
+    "stream_handle",
 ]

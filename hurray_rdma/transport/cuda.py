@@ -29,6 +29,7 @@ _DISABLE_TIMING = 2
 _PORTABLE, _DEVICE_MAP = 1, 2
 _FLUSH_CURRENT_CONTEXT = 0
 _WAIT_GEQ = 0
+_WAIT_FLUSH = 1 << 30
 _CAPTURE_THREAD_LOCAL = 1
 
 
@@ -44,6 +45,8 @@ class MemoryType(IntEnum):
 class Trait(IntEnum):
     """What can be asked of a device (``CUdevice_attribute``)."""
 
+    STREAMS_FLUSH = 98
+    """CAN_FLUSH_REMOTE_WRITES: a stream that waits for a value can make remote writes visible to what comes after."""
     USES_HOST_PAGE_TABLES = 100
     """PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES: managed memory is as reachable for a network card as the host's."""
     GPU_DIRECT_RDMA = 116
@@ -127,8 +130,11 @@ class Driver(Protocol):
     def make_words(self, count: int) -> Words:
         """New words, all 0."""
 
-    def wait_word(self, stream: int, address: int, value: int) -> None:
-        """What comes later on the stream waits until a word, at the device's address, is ``value`` or later."""
+    def wait_word(self, stream: int, address: int, value: int, *, flush: bool) -> None:
+        """What comes later on the stream waits until a word, at the device's address, is ``value`` or later.
+
+        With ``flush`` (`Trait.STREAMS_FLUSH`) it sees remote writes that had reached the device by then.
+        """
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-locks host memory for copies of all devices; UCX may have done so."""
@@ -313,8 +319,9 @@ class CudaDriver:
     def destroy(self, event: int) -> None:
         self._call("cuEventDestroy_v2", c_void_p(event))
 
-    def wait_word(self, stream: int, address: int, value: int) -> None:
-        self._call("cuStreamWaitValue32_v2", c_void_p(stream), c_uint64(address), c_uint32(value), c_uint(_WAIT_GEQ))
+    def wait_word(self, stream: int, address: int, value: int, *, flush: bool) -> None:
+        flags = c_uint(_WAIT_GEQ | (_WAIT_FLUSH if flush else 0))
+        self._call("cuStreamWaitValue32_v2", c_void_p(stream), c_uint64(address), c_uint32(value), flags)
 
 
 @functools.cache

@@ -11,7 +11,15 @@ from enum import Enum, auto
 from hurray_rdma.errors import ConfigError, RegistrationError
 from hurray_rdma.transport.cuda import Driver, MemoryType, Trait
 
-__all__ = ["Backing", "check_device_memory", "device_index", "host_backing", "missing_flush", "orders_writes"]
+__all__ = [
+    "Backing",
+    "check_device_memory",
+    "device_index",
+    "flushed_by_streams",
+    "host_backing",
+    "missing_flush",
+    "orders_writes",
+]
 
 _ORDERED_FOR_OWNER = 100
 _CAN_FLUSH = 1
@@ -97,15 +105,26 @@ def missing_flush(driver: Driver, index: int) -> int | None:
     A device that is neither in order nor flushed from the host (before CUDA 11.3) orders them at the launch of a
     kernel: what is queued before they arrive may miss them (`orders_writes`).
     """
-    if driver.trait(index, Trait.WRITES_ORDERING) >= _ORDERED_FOR_OWNER:
+    if _in_order(driver, index):
         return None
     return _ORDERED_FOR_OWNER if driver.trait(index, Trait.FLUSH_OPTIONS) & _CAN_FLUSH else None
 
 
+def flushed_by_streams(driver: Driver, index: int) -> bool:
+    """Whether a stream that waits for remote writes has to flush them itself, and can."""
+    return not _in_order(driver, index) and bool(driver.trait(index, Trait.STREAMS_FLUSH))
+
+
 def orders_writes(driver: Driver, index: int) -> bool:
-    """Whether kernels that were queued before remote writes arrived see them: in order, or flushed from the host."""
-    ordered = driver.trait(index, Trait.WRITES_ORDERING) >= _ORDERED_FOR_OWNER
-    return ordered or missing_flush(driver, index) is not None
+    """Whether kernels that were queued before remote writes arrived see them: in order, or flushed from the host or by
+    their stream."""
+    if _in_order(driver, index):
+        return True
+    return missing_flush(driver, index) is not None or flushed_by_streams(driver, index)
+
+
+def _in_order(driver: Driver, index: int) -> bool:
+    return driver.trait(index, Trait.WRITES_ORDERING) >= _ORDERED_FOR_OWNER
 
 
 def _at(address: int) -> dict[str, str]:

@@ -127,14 +127,24 @@ class Region:
         index = self.device_index
         return contextlib.nullcontext() if index is None else self.context.driver.current(index)
 
+    @property
+    def needs_flush(self) -> bool:
+        """Whether `make_visible` has anything to do."""
+        return self._missing_flush is not None
+
+    @property
+    def _missing_flush(self) -> int | None:
+        index = self.device_index
+        return None if index is None else self.context.missing_flush(index)
+
     def make_visible(self) -> None:
-        """Lets kernels that are launched later see what peers have written: nothing to do on most machines.
+        """Lets kernels that are launched later see what peers have written: nothing to do on most machines, and else a
+        call of CUDA's that may block.
 
         Raises:
             TransportError: CUDA refuses.
         """
-        index = self.device_index
-        if index is not None and (scope := self.context.missing_flush(index)) is not None:
+        if (scope := self._missing_flush) is not None:
             with self.current():
                 self.context.driver.flush_remote_writes(scope)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hurray_rdma.errors import ConfigError, HurrayError, TransportError
 from hurray_rdma.transport.cuda import Driver, Words
+from hurray_rdma.transport.devices import flushed_by_streams
 
 __all__ = ["Gate", "Gates", "StreamWatch", "stream_device", "stream_handle"]
 
@@ -221,6 +222,7 @@ class Gates:
         self._lock = threading.Lock()
         self._words: list[Words] = []
         self._free: list[tuple[int, int]] = []
+        self._flushed: dict[int, bool] = {}
 
     def make(self, *, index: int) -> Gate:
         """A closed gate.
@@ -264,7 +266,14 @@ class Gates:
         words = self._words[place // _WORDS_AT_A_TIME]
         with self._driver.current(index):
             _check_runs(self._driver, stream)
-            self._driver.wait_word(stream, words.device_address + 4 * (place % _WORDS_AT_A_TIME), value)
+            address, flush = words.device_address + 4 * (place % _WORDS_AT_A_TIME), self._flushes(index)
+            self._driver.wait_word(stream, address, value, flush=flush)
+
+    def _flushes(self, index: int) -> bool:
+        """As `devices.flushed_by_streams`, asked once for each device."""
+        if index not in self._flushed:
+            self._flushed[index] = flushed_by_streams(self._driver, index)
+        return self._flushed[index]
 
     def open(self, place: int, value: int) -> None:
         """For `Gate`. Who waits for an earlier value of the word has passed, or passes now (``GEQ``, cyclic)."""

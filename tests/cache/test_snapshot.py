@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,3 +166,28 @@ def test_tables_go_where_the_pages_are_as_attention_kernels_take_them() -> None:
             assert all(each.flags.writeable for each in tables), "copies: the snapshot's own stay as they are"
         with pytest.raises(GeometryError, match="is no NumPy, CuPy or torch array"):
             snapshot.tables_like([])
+
+
+class Tensor:
+    """A tensor of torch, as far as it is looked at: on a device, or a copy of it that was asked for there."""
+
+    def __init__(self, values: np.ndarray, *, pinned: bool = False, place: tuple[str, bool] | None = None) -> None:
+        self.values, self.pinned, self.place = values, pinned, place
+        self.is_cuda, self.device = True, "cuda:3"
+
+    def new_tensor(self) -> None:
+        raise AssertionError("it would wait for the stream")
+
+    def to(self, device: str, *, non_blocking: bool) -> Tensor:
+        return Tensor(self.values, pinned=self.pinned, place=(device, non_blocking))
+
+
+def test_tables_reach_a_gpu_of_torch_without_waiting_for_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = SimpleNamespace(tensor=lambda values, pin_memory: Tensor(values.copy(), pinned=pin_memory))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with PagePool.allocate(SPEC, 10) as pool:
+        snapshot = Snapshot.from_block_tables(pool, [[7, 3], [7, 2]], seq_lens=[5, 6])
+        tables = snapshot.tables_like(Tensor(np.zeros(1)))
+    assert [each.values.tolist() for each in tables] == [[7, 3, 7, 2], [0, 2, 4], [5, 6]]
+    assert {each.values.dtype.name for each in tables} == {"int32"}
+    assert {(each.pinned, each.place) for each in tables} == {(True, ("cuda:3", True))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from hurray_rdma import Arrival, Engine, PagePool
-from hurray_rdma.engine.marks import Mark
+from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.errors import ConfigError, DeadlineExceededError, HurrayError, TransferAbortedError, TransportError
 from hurray_rdma.transport import Context
 from hurray_rdma.transport.cuda import Trait
@@ -154,7 +155,8 @@ def test_kernels_that_have_failed_already_send_nothing(
                 (await first(receiver)).release()
                 await settled(dest, 24, 8, 0)  # which are granted
                 driver.fails = True
-                mark = Mark(source, Stream())
+                mark = mark_of(source, Stream())
+                assert mark is not None
                 with pytest.raises(TransportError, match="illegal memory access"):
                     await mark.passed()
                 with pytest.raises(TransportError, match="illegal memory access"):
@@ -286,7 +288,7 @@ def test_a_layer_comes_while_cuda_blocks_on_a_full_stream(
     """The stream's queue is full behind a gate, and the loop opens that gate."""
     held: list[bool] = []
 
-    def full(stream: int, address: int, value: int) -> None:
+    def full(stream: int, address: int, value: int, *, flush: bool) -> None:
         held.append(False)
         deadline = time.monotonic() + 10
         word = (address - DEVICE_ADDRESS) // 4
@@ -384,6 +386,222 @@ def test_a_stream_goes_on_when_the_arrival_fails_or_takes_too_long(
             assert words(driver) == [(1, 1)] * 2
             with pytest.raises(HurrayError):
                 await wait(arrival, 0)
+
+    run(job())
+
+
+class FullQueue:
+    """Takes nothing until there is room, as CUDA does it: the caller blocks."""
+
+    def __init__(self, driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.blocks, self.room = threading.Event(), threading.Event()
+        record = driver.record
+
+        def full(stream: int) -> int:
+            self.blocks.set()
+            assert self.room.wait(10)
+            return record(stream)
+
+        monkeypatch.setattr(driver, "record", full)
+
+
+def test_a_snapshot_is_published_while_cuda_blocks_on_a_full_stream(
+    driver: RecordedDriver, source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.passed_after = 0
+    queue = FullQueue(driver, monkeypatch)
+
+    async def job() -> None:
+        async with (
+            Engine(source, listen="127.0.0.1:0") as publisher,
+            Engine(dest) as reader,
+            reader.connect(publisher.address) as peer,
+        ):
+            snapshot = snapshot_of(source, [3, 1])
+            publisher.publish("queued soon", snapshot, stream=Stream())
+            await until(queue.blocks.is_set)
+            with pytest.raises(DeadlineExceededError):
+                await peer.fetch("queued soon", timeout_s=0.2)
+            queue.room.set()
+            with await peer.fetch("queued soon") as fetched:
+                assert digest(fetched) == digest(snapshot)
+            with pytest.raises(ConfigError, match="must be a CUDA stream"):
+                publisher.publish("never", snapshot, stream="stream")
+            driver.capturing.add(7)
+            publisher.publish("captured", snapshot, stream=Stream())
+            with pytest.raises(ConfigError, match="captures a graph"):
+                await peer.fetch("captured")
+
+    run(job())
+
+
+def test_a_full_stream_costs_a_send_no_more_than_its_time(
+    driver: RecordedDriver, source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = FullQueue(driver, monkeypatch)
+
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            with pytest.raises(DeadlineExceededError, match="queue was full"):
+                await peer.send(snapshot_of(source, [3, 1]), stream=Stream(), timeout_s=0.1)
+            async with peer.begin(snapshot_of(source, [3, 1])) as transfer:
+                sending = asyncio.create_task(transfer.send_layer(0, stream=Stream()))
+                await asyncio.sleep(0)
+                await transfer.send_layer(1)  # not behind the other
+                driver.passed_after = 0
+                queue.room.set()
+                await sending
+            (await first(receiver)).release()
+
+    run(job())
+
+
+class Unordered:
+    """The receiving pool is of a GPU that does not order remote writes, and each flush takes until it is let."""
+
+    def __init__(self, dest: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[threading.Event] = []
+        self.error: HurrayError | None = None
+
+        def flush(pool: PagePool) -> None:
+            if pool is dest:
+                done = threading.Event()
+                self.begun.append(done)
+                assert done.wait(10)
+                if self.error is not None:
+                    raise self.error
+
+        monkeypatch.setattr(PagePool, "needs_flush", property(lambda pool: pool is dest))
+        monkeypatch.setattr(PagePool, "make_visible", flush)
+
+
+def test_layers_are_there_when_they_have_been_flushed_and_the_loop_goes_on_meanwhile(
+    source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Unordered(dest, monkeypatch)
+
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            snapshot = snapshot_of(source, [3, 1])
+            transfer = await peer.begin(snapshot).__aenter__()
+            arrival = await first(receiver)
+            await transfer.send_layer(0)
+            await until(lambda: len(gpu.begun) == 1)
+            with pytest.raises(DeadlineExceededError):
+                await arrival.wait_layer(0, timeout_s=0.05)
+            await transfer.send_layer(1)
+            ending = asyncio.create_task(transfer.__aexit__(None, None, None))
+            (of_pool,) = receiver._reception._receivers.values()  # type: ignore[union-attr]
+            await until(lambda: len(of_pool.granted.visibility._steps) == 3)  # two roles, and the end
+            gpu.begun[0].set()
+            await arrival.wait_layer(0)
+            await until(lambda: len(gpu.begun) == 2)
+            with pytest.raises(DeadlineExceededError):
+                await arrival.wait_layer(1, timeout_s=0.05)
+            assert not ending.done()
+            assert arrival.state.name == "ARRIVING"
+            gpu.begun[1].set()
+            await ending
+            assert digest(await arrival.snapshot()) == digest(snapshot)
+            assert len(gpu.begun) == 2, "one for all that came during the first"
+            arrival.release()
+
+    run(job())
+
+
+def test_an_arrival_that_cannot_be_flushed_fails_on_both_sides(
+    source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Unordered(dest, monkeypatch)
+    gpu.error = TransportError("cuFlushGPUDirectRDMAWrites: an illegal memory access was encountered", status=700)
+
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1])))
+            arrival = await first(receiver)
+            await until(lambda: len(gpu.begun) == 1)
+            gpu.begun[0].set()
+            with pytest.raises(TransportError, match="illegal memory access"):
+                await arrival.snapshot(timeout_s=10)
+            while not sending.done():
+                for each in gpu.begun:
+                    each.set()
+                await asyncio.sleep(0.002)
+            with pytest.raises(HurrayError, match="illegal memory access"):
+                await sending
+            await settled(dest, 8, 0, 0)
+
+    run(job())
+
+
+def test_an_arrival_that_is_aborted_while_it_is_flushed_stays_so(
+    source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Unordered(dest, monkeypatch)
+
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1])))
+            arrival = await first(receiver)
+            await until(lambda: len(gpu.begun) == 1)
+            arrival.abort("not wanted")
+            gpu.begun[0].set()
+            with pytest.raises(TransferAbortedError):
+                await sending
+            await settled(dest, 8, 0, 0)
+            with pytest.raises(TransferAbortedError):
+                await arrival.wait_layer(0)
+
+    run(job())
+
+
+def test_what_comes_into_pages_granted_ahead_is_flushed_before_it_is_handed_over(
+    context: Context, source: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 32, context=context) as dest:
+            async with (
+                Engine(dest, listen="127.0.0.1:0", ahead_pages=8) as receiver,
+                Engine(source) as sender,
+                sender.connect(receiver.address) as peer,
+            ):
+                snapshot = snapshot_of(source, [3, 1])
+                await peer.send(snapshot)
+                (await first(receiver)).release()
+                await settled(dest, 24, 8, 0)  # which are granted
+                gpu = Unordered(dest, monkeypatch)
+                sending = asyncio.create_task(peer.send(snapshot))
+                await until(lambda: len(gpu.begun) == 1)
+                assert receiver.stats().receive.num_transfers == 1
+                assert not sending.done()
+                gpu.begun[0].set()
+                await sending
+                arrival = await first(receiver)
+                assert digest(await arrival.snapshot()) == digest(snapshot)
+                arrival.release()
+                gpu.error = TransportError("cuFlushGPUDirectRDMAWrites: unknown error", status=999)
+                sending = asyncio.create_task(peer.send(snapshot))
+                await until(lambda: len(gpu.begun) == 2)
+                gpu.begun[1].set()
+                with pytest.raises(HurrayError, match="unknown error"):
+                    await sending
+                assert receiver.stats().receive.num_transfers == 2
 
     run(job())
 

@@ -29,6 +29,8 @@ class RecordedDriver:
     words: list[Words] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
     asked: int = 0
+    flushed_waits: int = 0
+    """Waits after which remote writes are visible to the stream."""
     capturing: set[int] = field(default_factory=set)
     """Streams that record a graph."""
     out_of_captures: set[int] = field(default_factory=set)
@@ -79,8 +81,9 @@ class RecordedDriver:
         self.words.append(Words((ctypes.c_uint32 * count)(), DEVICE_ADDRESS + len(self.words) * 0x10_0000))
         return self.words[-1]
 
-    def wait_word(self, stream: int, address: int, value: int) -> None:
+    def wait_word(self, stream: int, address: int, value: int, *, flush: bool) -> None:
         self.calls.append(("wait", stream, address, value, self.context[-1]))
+        self.flushed_waits += flush
 
     def pin(self, address: int, nbytes: int) -> None:
         if not self.context:

@@ -27,6 +27,7 @@ def test_the_numbers_are_those_of_cuda_h() -> None:
     assert {
         each: int(getattr(devices, prefix + name))
         for each, name in {
+            Trait.STREAMS_FLUSH: "CAN_FLUSH_REMOTE_WRITES",
             Trait.USES_HOST_PAGE_TABLES: "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES",
             Trait.GPU_DIRECT_RDMA: "GPU_DIRECT_RDMA_SUPPORTED",
             Trait.FLUSH_OPTIONS: "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS",
@@ -45,6 +46,7 @@ def test_the_numbers_are_those_of_cuda_h() -> None:
     assert int(bindings.CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED) == cuda._NOT_PINNED
     assert int(bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING) == cuda._DISABLE_TIMING
     assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == cuda._WAIT_GEQ
+    assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH) == cuda._WAIT_FLUSH
     assert int(bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) == cuda._CAPTURE_THREAD_LOCAL
     assert int(bindings.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE) == 0
     target = bindings.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX

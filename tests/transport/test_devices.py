@@ -10,6 +10,7 @@ from hurray_rdma.transport.devices import (
     Backing,
     check_device_memory,
     device_index,
+    flushed_by_streams,
     host_backing,
     missing_flush,
     orders_writes,
@@ -79,21 +80,24 @@ def test_page_locked_memory_is_told_from_pageable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ordering", "options", "scope", "orders"),
+    ("traits", "scope", "flushed", "orders"),
     [
-        (0, 1, 100, True),
-        (0, 3, 100, True),
-        (0, 2, None, False),
-        (0, 0, None, False),
-        (100, 1, None, True),
-        (200, 1, None, True),
+        ((0, 1, 0), 100, False, True),
+        ((0, 3, 1), 100, True, True),
+        ((0, 2, 1), None, True, True),
+        ((0, 2, 0), None, False, False),
+        ((0, 0, 0), None, False, False),
+        ((100, 1, 1), None, False, True),
+        ((200, 1, 0), None, False, True),
     ],
 )
 def test_remote_writes_are_flushed_where_the_device_does_not_order_them(
-    ordering: int, options: int, scope: int | None, orders: bool
+    traits: tuple[int, int, int], scope: int | None, flushed: bool, orders: bool
 ) -> None:
-    driver = RecordedDriver(traits={Trait.WRITES_ORDERING: ordering, Trait.FLUSH_OPTIONS: options})
+    names = (Trait.WRITES_ORDERING, Trait.FLUSH_OPTIONS, Trait.STREAMS_FLUSH)
+    driver = RecordedDriver(traits=dict(zip(names, traits, strict=True)))
     assert missing_flush(driver, 0) == scope
+    assert flushed_by_streams(driver, 0) is flushed
     assert orders_writes(driver, 0) is orders
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from hurray_rdma.errors import ConfigError, HurrayError, TransportError
 from hurray_rdma.transport import streams
+from hurray_rdma.transport.cuda import Trait
 from hurray_rdma.transport.streams import Gates, StreamWatch, stream_device, stream_handle
 from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
 
@@ -124,6 +125,16 @@ def test_a_gate_lets_streams_wait_for_a_word_until_it_is_opened() -> None:
     assert len(driver.calls) == 1, "nothing to wait for any more"
 
 
+@pytest.mark.parametrize(("ordering", "can", "flushes"), [(0, 1, 2), (0, 0, 0), (100, 1, 0)])
+def test_a_stream_that_waits_flushes_where_its_gpu_can_and_has_to(ordering: int, can: int, flushes: int) -> None:
+    driver = RecordedDriver(traits={Trait.WRITES_ORDERING: ordering, Trait.STREAMS_FLUSH: can})
+    gates = Gates(driver)
+    for _ in range(2):
+        gates.make(index=1).wait(7, index=1)
+    assert len(driver.calls) == 2
+    assert driver.flushed_waits == flushes
+
+
 def test_words_are_used_again_with_the_next_value() -> None:
     driver, count = RecordedDriver(), streams._WORDS_AT_A_TIME + 500
     gates = Gates(driver)
@@ -163,10 +174,10 @@ class FullQueue(RecordedDriver):
         super().__init__()
         self.blocks, self.room = threading.Event(), threading.Event()
 
-    def wait_word(self, stream: int, address: int, value: int) -> None:
+    def wait_word(self, stream: int, address: int, value: int, *, flush: bool) -> None:
         self.blocks.set()
         assert self.room.wait(10)
-        super().wait_word(stream, address, value)
+        super().wait_word(stream, address, value, flush=flush)
 
 
 def test_gates_are_made_and_opened_while_cuda_blocks_on_a_full_stream() -> None:

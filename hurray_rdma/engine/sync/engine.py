@@ -155,7 +155,8 @@ class Engine:
         max_readers: int | None = None,
         on_end: Callable[[str, int], None] | None = None,
     ) -> None:
-        """As of `hurray_rdma.Engine.publish`; ``on_end`` is called on the engine's thread, which must not wait."""
+        """As of `hurray_rdma.Engine.publish`; ``on_end`` is called on the engine's thread, which must not wait. With a
+        ``stream`` this thread may block on it, and hears itself what CUDA says."""
         publish, mark = self._engine.publish, mark_of(snapshot.pool, stream)
         self._thread.run(
             on_loop(
