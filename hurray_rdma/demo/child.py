@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from hurray_rdma.errors import HurrayError, ProtocolError
 
-__all__ = ["Failed", "Link", "child_main"]
+__all__ = ["Failed", "Link", "child_main", "die_with"]
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -79,7 +79,7 @@ def child_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, deadline_s)
-    _die_with(parent_pid)
+    die_with(parent_pid)
     try:
         asyncio.run(_run(function, Link(connection), args))
     except Exception as error:
@@ -98,7 +98,15 @@ async def _run(function: Callable[..., Awaitable[None]], link: Link, args: tuple
     await function(link, *args)
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
+    """From now on the kernel kills this process when its parent dies; it ends at once if that has happened already.
+
+    Args:
+        parent_pid: the parent's number, as the parent itself knows it.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

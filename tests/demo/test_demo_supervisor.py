@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from hurray_rdma.demo.child import Link
+from hurray_rdma.demo.child import Link, die_with
 from hurray_rdma.demo.supervisor import Process, ProcessFailedError, Supervisor
 from hurray_rdma.errors import DeadlineExceededError, GeometryError, PeerLostError, ProtocolError
 
@@ -177,6 +181,50 @@ def test_the_wrong_message_is_an_error() -> None:
         child = supervisor.start("echo", echo, "hello")
         with pytest.raises(ProtocolError, match="echo process must send int"):
             supervisor.receive(child, int)
+
+
+def test_whose_parent_died_before_it_could_ask_for_its_own_death_ends_at_once() -> None:
+    # It is told of another parent than it has.
+    process = multiprocessing.get_context("spawn").Process(target=die_with, args=(os.getppid(),))
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 1
+    finally:
+        process.kill()
+
+
+def test_a_process_of_a_scene_dies_with_whoever_started_it() -> None:
+    """Its standard input stays open, so that nothing else ends it."""
+    kept, theirs = os.pipe()
+    start = (
+        "import os, subprocess, sys;"
+        "child = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())], stdin=int(sys.argv[2]),"
+        " stdout=subprocess.PIPE); print(child.stdout.readline().decode(), child.pid, flush=True);"
+        "sys.stdin.read()"
+    )
+    wait = (
+        "import sys; from hurray_rdma.demo.child import die_with;"
+        "die_with(int(sys.argv[1])); print('up', flush=True); sys.stdin.read()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", start, wait, str(kept)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[kept],
+    )
+    assert parent.stdout is not None
+    word, pid = parent.stdout.readline(), int(parent.stdout.readline())
+    watched = os.pidfd_open(pid)
+    try:
+        assert word == b"up\n"
+        parent.kill()
+        ended, _, _ = select.select([watched], [], [], 60)
+        assert ended, "it lives on"
+    finally:
+        parent.communicate()
+        for each in (watched, kept, theirs):
+            os.close(each)
 
 
 def test_ctrl_c_is_the_supervisors_business() -> None:

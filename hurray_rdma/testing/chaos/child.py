@@ -6,7 +6,6 @@ It knows pipes and signals. What a command does is the business of `receiver` an
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -22,12 +21,10 @@ from hurray_rdma.cache import PagePool
 from hurray_rdma.testing.chaos.words import COMMANDS, SIZES, Command, End, Failed, Lane, Report, Size, Status, Tell
 from hurray_rdma.transport import default_context
 
-__all__ = ["HANG_AFTER_S", "ChaosChild", "die_with_parent", "make_pool", "run_child"]
+__all__ = ["HANG_AFTER_S", "ChaosChild", "make_pool", "run_child"]
 
 HANG_AFTER_S = 12.0
 """What is not over so long after it should be never will be."""
-
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class ChaosChild(ABC):
@@ -111,11 +108,6 @@ class ChaosChild(ABC):
             num_busy=self.num_busy,
             num_files=len(os.listdir("/proc/self/fd")),
         )
-
-
-def die_with_parent() -> None:
-    """The first thing that a process does."""
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def make_pool(lane: Lane, size: Size, num_pages: int) -> PagePool:

@@ -47,6 +47,7 @@ class Process:
             "-m",
             f"hurray_rdma.testing.chaos.{role}",
             msgspec.json.encode(settings).decode(),
+            str(os.getpid()),
         ]
         self._folder = folder
         self._hear = hear

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from hurray_rdma.cache import Lease, PagePool, Snapshot
+from hurray_rdma.demo.child import die_with
 from hurray_rdma.engine import Arrival, Engine
 from hurray_rdma.errors import HurrayError
-from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, die_with_parent, make_pool, run_child
+from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, make_pool, run_child
 from hurray_rdma.testing.chaos.guard import Guard
 from hurray_rdma.testing.chaos.recipe import Recipe, mismatch, paint, raw, shape_of
 from hurray_rdma.testing.chaos.words import (
@@ -180,7 +181,7 @@ class ReceiverChild(ChaosChild):
 
 def main() -> None:
     """The process."""
-    die_with_parent()
+    die_with(int(sys.argv[2]))
     settings = msgspec.json.decode(sys.argv[1], type=ReceiverSettings)
     pool = make_pool(settings.lane, settings.size, settings.num_pages)
     run_child(ReceiverChild, settings.deadline_s, pool, settings)

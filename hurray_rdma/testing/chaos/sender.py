@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 
 from hurray_rdma.cache import PagePool, Snapshot
+from hurray_rdma.demo.child import die_with
 from hurray_rdma.engine import Engine, Peer
 from hurray_rdma.errors import (
     HurrayError,
     PeerLostError,
     TransferAbortedError,
 )
-from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, die_with_parent, make_pool, run_child
+from hurray_rdma.testing.chaos.child import HANG_AFTER_S, ChaosChild, make_pool, run_child
 from hurray_rdma.testing.chaos.recipe import mismatch, paint, raw, shape_of
 from hurray_rdma.testing.chaos.words import (
     HANG,
@@ -184,7 +185,7 @@ class SenderChild(ChaosChild):
 
 def main() -> None:
     """The process."""
-    die_with_parent()
+    die_with(int(sys.argv[2]))
     settings = msgspec.json.decode(sys.argv[1], type=SenderSettings)
     pool = make_pool(settings.lane, settings.size, settings.num_pages)
     run_child(SenderChild, settings.deadline_s, pool, settings)
