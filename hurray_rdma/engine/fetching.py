@@ -23,6 +23,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.compat import check_published, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
+from hurray_rdma.engine.nudge import Nudge
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.taking import Taking
@@ -205,10 +206,7 @@ class Fetching(Exchange[Published]):
     async def _lease(self, pool: PagePool, count: int) -> Lease:
         """Free pages, as soon as there are enough of them."""
         allocator, freed = pool.allocator, asyncio.Event()
-
-        def tell() -> None:
-            self._loop.call_soon_threadsafe(freed.set)
-
+        tell = Nudge(freed.set)
         allocator.watch(tell)
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):

@@ -8,7 +8,6 @@ key. Runs on the event loop and owns no socket: each connection is a `Link`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -37,6 +36,7 @@ from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.granting import Granting
 from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.nudge import Nudge
 from hurray_rdma.engine.parts import GoodOffer, WaitingOffers, Whole
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.reach import Reach
@@ -121,6 +121,7 @@ class Receiver:
         self._closed = False
         self._loop = asyncio.get_running_loop()
         pool.claim(self)
+        self._pages_freed = Nudge(self._look_again)
         pool.allocator.watch(self._pages_freed)
 
     @property
@@ -366,11 +367,6 @@ class Receiver:
         error = DeadlineExceededError("no pages became free in time", field="deadline_s", value=offer.offer.deadline_s)
         self._refuse(*offer.key, error)
         self._grant_in_order()
-
-    def _pages_freed(self) -> None:
-        """On any thread: looks at the queue again, soon."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and the engine with it
-            self._loop.call_soon_threadsafe(self._look_again)
 
     def _look_again(self) -> None:
         """Pages that were only looked at, and given back, make no room."""
