@@ -1,8 +1,8 @@
-"""Who holds which page: leases with reference counts, deadlines and quarantine.
+"""Who holds which page: leases with reference counts, and quarantine.
 
-Knows page IDs and who holds them; knows neither memory nor peers, and no clock: deadlines are numbers that are compared
-with the ``now`` that a call is given. A page is free, leased (held by at least one living lease) or quarantined (held
-only by leases whose late writes cannot be ruled out yet), and the three always add up to the pool.
+Knows page IDs and who holds them; knows neither memory nor peers, and no clock. A page is free, leased (held by at
+least one living lease) or quarantined (held only by leases whose late writes cannot be ruled out yet), and the three
+always add up to the pool.
 """
 
 from __future__ import annotations
@@ -52,14 +52,12 @@ class PageAccounts:
 class Lease:
     """Pages in somebody's hands. Made by `PageAllocator.lease` and `PageAllocator.retain`."""
 
-    __slots__ = ("_allocator", "_page_ids", "_state", "deadline", "reason", "revocable")
+    __slots__ = ("_allocator", "_page_ids", "_state", "reason", "revocable")
 
-    def __init__(self, allocator: PageAllocator, page_ids: NDArray[np.uint32], deadline: float | None) -> None:
+    def __init__(self, allocator: PageAllocator, page_ids: NDArray[np.uint32]) -> None:
         self._allocator = allocator
         self._page_ids = page_ids
         self._state = LeaseState.HELD
-        self.deadline = deadline
-        """When `PageAllocator.expire` takes the pages away, on the caller's clock; None is never."""
         self.reason: str | None = None
         """Why it was quarantined."""
         self.revocable = False
@@ -124,12 +122,11 @@ class PageAllocator:
     def num_pages(self) -> int:
         return self._num_pages
 
-    def lease(self, count: int, /, *, deadline: float | None = None) -> Lease:
+    def lease(self, count: int, /) -> Lease:
         """Takes ``count`` free pages, all or none; consecutive ones where there are.
 
         Args:
             count: pages, >= 0.
-            deadline: as of `Lease.deadline`.
 
         Raises:
             PoolExhaustedError: ``value`` is ``count``. ``fix`` tells "not now" from "never": see `never_fits`.
@@ -139,18 +136,17 @@ class PageAllocator:
         with self._lock:
             if count > self._ledger.num_free:
                 raise self._exhausted(count)
-            return self._new_lease(self._ledger.take(count), deadline)
+            return self._new_lease(self._ledger.take(count))
 
     def never_fits(self, count: int, /) -> bool:
         """True if no wait can make room for ``count`` pages."""
         return count > self._num_pages
 
-    def retain(self, page_ids: ArrayLike, /, *, deadline: float | None = None) -> Lease:
+    def retain(self, page_ids: ArrayLike, /) -> Lease:
         """A further lease of pages that are leased already: they go back when the last lease of them has.
 
         Args:
             page_ids: integers ``[count]``, none twice.
-            deadline: as of `Lease.deadline`.
 
         Raises:
             GeometryError: a page ID is out of range or repeated.
@@ -163,7 +159,7 @@ class PageAllocator:
                 raise LeaseExpiredError(
                     "nobody holds the page", field=f"page_ids[{at}]", value=int(wanted[at]), fix="Lease pages first"
                 )
-            return self._new_lease(wanted, deadline)
+            return self._new_lease(wanted)
 
     def births(self, page_ids: ArrayLike, /) -> NDArray[np.uint32]:
         """How often each page was leased afresh, uint32 ``[count]``: remembered, it tells `retain_current` a page apart
@@ -176,15 +172,22 @@ class PageAllocator:
         with self._lock:
             return self._ledger.births(wanted)
 
-    def retain_current(
-        self, page_ids: ArrayLike, births: NDArray[np.uint32], /, *, deadline: float | None = None
-    ) -> tuple[NDArray[np.bool_], Lease]:
+    def current(self, page_ids: ArrayLike, births: NDArray[np.uint32], /) -> NDArray[np.bool_]:
+        """Which pages somebody holds and nobody has leased afresh since, bool ``[count]``: see `retain_current`.
+
+        Raises:
+            GeometryError: a page ID is out of range or repeated.
+        """
+        wanted = self._checked_ids(page_ids)
+        with self._lock:
+            return self._current(wanted, births)
+
+    def retain_current(self, page_ids: ArrayLike, births: NDArray[np.uint32], /) -> tuple[NDArray[np.bool_], Lease]:
         """As `retain`, but leaves out pages that nobody holds any more, or that were leased afresh since.
 
         Args:
             page_ids: integers ``[count]``, none twice.
             births: what `births` said when they held what is wanted, ``[count]``.
-            deadline: as of `Lease.deadline`.
 
         Returns:
             Which pages were retained, bool ``[count]``, and the lease of those.
@@ -194,26 +197,25 @@ class PageAllocator:
         """
         wanted = self._checked_ids(page_ids)
         with self._lock:
-            current = self._ledger.leased(wanted) & (self._ledger.births(wanted) == births)
-            return current, self._held_lease(wanted[current], deadline)
+            current = self._current(wanted, births)
+            return current, self._held_lease(wanted[current])
 
-    def retain_held(self, page_ids: ArrayLike, /, *, deadline: float | None = None) -> Lease:
+    def retain_held(self, page_ids: ArrayLike, /) -> Lease:
         """As `retain`, but leaves out pages that nobody holds: those of whoever hands pages out without the allocator.
 
         Args:
             page_ids: integers ``[count]``, some perhaps repeatedly.
-            deadline: as of `Lease.deadline`.
 
         Raises:
             GeometryError: a page ID is out of range.
         """
         if not self._leases:
-            return Lease(self, np.empty(0, np.uint32), deadline)
+            return Lease(self, np.empty(0, np.uint32))
         named = narrowed(page_ids, field="page_ids")
         check_page_ids(named, num_pages=self._num_pages, field="page_ids")
         distinct, _ = dedupe(named, num_pages=self._num_pages)
         with self._lock:
-            return self._held_lease(distinct[self._ledger.leased(distinct)], deadline)
+            return self._held_lease(distinct[self._ledger.leased(distinct)])
 
     def quarantine(self, lease: Lease, /, *, reason: str, revocable: bool = False) -> None:
         """Takes the pages out of use, since a late write into them cannot be ruled out. Harmless unless ``HELD``.
@@ -239,25 +241,6 @@ class PageAllocator:
             if lease.state is LeaseState.QUARANTINED:
                 self._ledger.recover(lease._page_ids)
                 self._end(lease)
-
-    def expire(self, now: float, /) -> tuple[Lease, ...]:
-        """Quarantines the held leases whose deadline is at or before ``now``; returns them, earliest deadline first."""
-        with self._lock:
-            due = [
-                lease
-                for lease in self._leases
-                if lease.deadline is not None and lease.deadline <= now and lease.state is LeaseState.HELD
-            ]
-            due.sort(key=lambda lease: lease.deadline or 0.0)
-            for lease in due:
-                self._quarantine(lease, f"the lease ended at {lease.deadline}, it is {now}")
-            return tuple(due)
-
-    def next_deadline(self) -> float | None:
-        """The earliest deadline of a held lease."""
-        with self._lock:
-            held = (lease.deadline for lease in self._leases if lease.state is LeaseState.HELD)
-            return min((deadline for deadline in held if deadline is not None), default=None)
 
     def quarantined(self) -> tuple[Lease, ...]:
         """The leases in quarantine."""
@@ -315,14 +298,18 @@ class PageAllocator:
         check_distinct(ids, num_pages=self._num_pages, field="page_ids")
         return ids
 
-    def _held_lease(self, page_ids: NDArray[np.uint32], deadline: float | None) -> Lease:
+    def _current(self, page_ids: NDArray[np.uint32], births: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        current: NDArray[np.bool_] = self._ledger.leased(page_ids) & (self._ledger.births(page_ids) == births)
+        return current
+
+    def _held_lease(self, page_ids: NDArray[np.uint32]) -> Lease:
         """Of pages that were just found leased, under the same lock."""
         self._ledger.hold(page_ids)
-        return self._new_lease(page_ids, deadline)
+        return self._new_lease(page_ids)
 
-    def _new_lease(self, page_ids: NDArray[np.uint32], deadline: float | None) -> Lease:
+    def _new_lease(self, page_ids: NDArray[np.uint32]) -> Lease:
         page_ids.setflags(write=False)
-        lease = Lease(self, page_ids, deadline)
+        lease = Lease(self, page_ids)
         self._leases.add(lease)
         return lease
 

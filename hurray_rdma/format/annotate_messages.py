@@ -22,7 +22,6 @@ from hurray_rdma.format.tags import DeviceTag, Dialect, MemoryClass, is_private,
 
 __all__ = ["MESSAGE_NAMES", "annotate", "annotate_messages"]
 
-MESSAGE_HEADER_NBYTES = 12
 MESSAGE_NAMES: Mapping[int, str] = MappingProxyType(
     {
         1: "CLIENT_HELLO",

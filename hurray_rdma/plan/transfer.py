@@ -86,8 +86,6 @@ class TransferPlan:
     """Length of the buffer of zeros that ``zeros`` plans read from; 0 where there are none."""
     heads: tuple[int, int]
     """The model's heads that are written: first, and the one after the last."""
-    covers_dest: bool
-    """Whether those are all heads of the destination; if not, other senders have the rest."""
     _spec: CacheSpec
     """Of the source; the following are in the order of its segments."""
     _parts: tuple[Part, ...]
@@ -166,7 +164,6 @@ def plan_transfer(
         nbytes=times * sum(program.nbytes for program in programs),
         zeros_nbytes=max(map(_longest_zeros, set(programs))),
         heads=planner.heads,
-        covers_dest=planner.heads == dest.spec.heads,
         _spec=source.spec,
         _parts=planner.parts,
         _programs=programs * times,

@@ -112,18 +112,6 @@ def test_a_page_of_a_quarantined_lease_that_another_holds_waits_for_both() -> No
     assert allocator.accounts().free == 1
 
 
-def test_deadlines_are_compared_with_the_now_that_is_given() -> None:
-    allocator = PageAllocator(6)
-    late, early, never = allocator.lease(1, deadline=20.0), allocator.lease(2, deadline=10.0), allocator.lease(1)
-    assert allocator.next_deadline() == 10.0
-    assert allocator.expire(9.9) == ()
-    assert allocator.expire(20.0) == (early, late)
-    assert allocator.expire(30.0) == ()
-    assert allocator.next_deadline() is None
-    assert allocator.accounts().quarantined == 3
-    assert never.state is LeaseState.HELD
-
-
 def test_threads_never_share_a_page() -> None:
     allocator = PageAllocator(64)
     owners = np.zeros(64, np.int64)

@@ -274,7 +274,7 @@ def test_equal_geometry_is_one_program_of_whole_runs_for_all_layers() -> None:
     programs = {id(move.program) for role, layer in pool.spec.tensors for move in plan.moves(role, layer)}
     assert len(programs) == 1
     assert plan.nbytes == 6 * 4 * 32768
-    assert (plan.num_pages, plan.num_resident, plan.covers_dest) == (4, 0, True)
+    assert (plan.num_pages, plan.num_resident, plan.heads) == (4, 0, (0, 8))
 
 
 def test_only_pages_that_follow_each_other_on_both_sides_are_one_operation() -> None:
@@ -343,7 +343,7 @@ def test_a_slice_of_heads_is_one_piece_for_each_token_or_for_all() -> None:
     assert len(operations(plan)) == 16
     assert plan.heads == (4, 6)
     back = plan_of(dense(part, 4), dense(whole, 4), [3], [1])
-    assert not back.covers_dest
+    assert back.heads == (4, 6), "other senders have the rest"
     hnd = plan_of(dense(whole.with_order("HND"), 4), dense(part.with_order("HND"), 4), [3], [1])
     assert operations(hnd) == [(3 * 32768 + 4 * 4096, 8192, 8192)]
 

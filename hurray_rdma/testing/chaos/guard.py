@@ -36,8 +36,8 @@ class Guard:
         self._fill(np.arange(pool.num_pages, dtype=np.uint32))
         allocator, lease = pool.allocator, pool.allocator.lease
 
-        def guarded_lease(count: int, /, *, deadline: float | None = None) -> Lease:
-            leased = lease(count, deadline=deadline)
+        def guarded_lease(count: int, /) -> Lease:
+            leased = lease(count)
             self._check(leased.page_ids, "when it was granted")
             self._guarded[leased.page_ids] = False
             return leased
