@@ -142,6 +142,19 @@ def test_aborts_of_the_decode_side() -> None:
     assert [each.key for each in step.decline] == ["k"], "so that the other side frees what nobody will read"
 
 
+def test_one_that_vllm_refuses_before_it_is_a_request_is_declined() -> None:
+    """vLLM brings it in aborted, with the parameters that came, and one token as its prompt."""
+    decode = side()
+    refused = FakeRequest("r", remote(), num_prompt_tokens=1)
+    decode.new_request(refused)
+    assert decode.finished(refused, complete=False) == (False, None)
+    assert [each.key for each in decode.take_step({}).decline] == ["k"]
+    other = FakeRequest("o", remote(remote_addresses=["a:1", "b:1"]), num_prompt_tokens=1)
+    decode.new_request(other)
+    decode.finished(other, complete=False)
+    assert decode.take_step({}).decline == [], "its workers are not those of this side"
+
+
 @pytest.mark.parametrize(
     ("params", "why"),
     [

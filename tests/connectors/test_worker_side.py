@@ -234,7 +234,7 @@ def test_a_load_that_nobody_wants_any_more_ends_without_a_failure() -> None:
 
 def test_blocks_that_nobody_reads_come_back() -> None:
     """Declined by the other side; aborted here; or when the lease is over."""
-    with worker(caches(), listens=True, lease_s=0.3) as (source, _), worker(caches()) as (reader, _):
+    with worker(caches(), listens=True, lease_s=0.3) as (source, _), worker(caches()) as (reader, pool):
         step = [Publish(name, f"key of {name}", [9, 2], 8) for name in ("declined", "retired", "forgotten")]
         source.publish(Step(publish=step))
         reader.begin(Step(decline=[at(source, "key of declined", 8)]))
@@ -242,6 +242,7 @@ def test_blocks_that_nobody_reads_come_back() -> None:
         source.begin(Step(retire=["retired"]))
         assert until(source, lambda ended: bool(ended.sent), {"retired"}).sent == {"retired"}
         assert until(source, lambda ended: bool(ended.sent), {"forgotten"}).sent == {"forgotten"}
+        until(reader, lambda _: pool.allocator.accounts().num_leases == 1)
 
 
 def test_blocks_of_who_still_waits_for_room_are_kept() -> None:

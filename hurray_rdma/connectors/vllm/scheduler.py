@@ -143,9 +143,9 @@ class SchedulerSide:
         self._release_hold(request_id)
         if request_id in self._loading:
             self._step.abort.append(request_id)
-        remote, _ = self._remote(request)
-        if remote is not None:  # it never had blocks
-            self._step.decline.append(remote)
+        unread = self._unread(request)
+        if unread is not None:
+            self._step.decline.append(unread)
         if request_id not in self._published:
             return False, None
         self._published.remove(request_id)
@@ -186,7 +186,30 @@ class SchedulerSide:
             return None, str(error)
         return remote, ""
 
+    def _unread(self, request: Request) -> RemotePrefill | None:
+        """What the other side keeps for a request that never had blocks. vLLM brings those that it refuses before they
+        are requests with another prompt, so that it does not count how long that is."""
+        params = request.kv_transfer_params
+        if not wants_remote_prefill(params):
+            return None
+        assert params is not None
+        try:
+            remote = RemotePrefill.from_params(params)
+            self._check_instance(remote)
+        except ConfigError:
+            return None
+        return remote
+
     def _check(self, remote: RemotePrefill, request: Request) -> None:
+        self._check_instance(remote)
+        if remote.num_tokens > request.num_prompt_tokens:
+            raise ConfigError(
+                f"is above the {request.num_prompt_tokens} tokens of the prompt here",
+                field="remote_num_tokens",
+                value=remote.num_tokens,
+            )
+
+    def _check_instance(self, remote: RemotePrefill) -> None:
         for name, value, here in (
             ("model", remote.model, self._model),
             ("tensor_parallel_size", len(remote.addresses), self._tp_size),
@@ -195,9 +218,3 @@ class SchedulerSide:
         ):
             if value != here:
                 raise ConfigError(f"of the prefill side; this side has {here!r}", field=name, value=value)
-        if remote.num_tokens > request.num_prompt_tokens:
-            raise ConfigError(
-                f"is above the {request.num_prompt_tokens} tokens of the prompt here",
-                field="remote_num_tokens",
-                value=remote.num_tokens,
-            )

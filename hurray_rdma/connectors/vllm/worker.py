@@ -60,6 +60,7 @@ class _Publication:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
+    remote: RemotePrefill | None
     futures: list[Future[FetchedSnapshot]]
     written: list[int]
 
@@ -211,13 +212,15 @@ class WorkerSide:
         except HurrayError as error:
             futures.append(Future())
             futures[-1].set_exception(error)
-        self._loading[load.request_id] = _Loading(futures, load.block_ids[load.num_present :])
+        self._loading[load.request_id] = _Loading(load.remote, futures, load.block_ids[load.num_present :])
         for future in futures:
             future.add_done_callback(lambda _: self._loaded.put(load.request_id))
 
     def _end_load(self, request_id: str) -> None:
         loading = self._loading.pop(request_id)
         self._ended.received.add(request_id)
+        if loading.remote is not None and any(future.cancelled() for future in loading.futures):
+            self._decline(loading.remote)
         for future in loading.futures:
             if future.cancelled():
                 continue
@@ -238,7 +241,7 @@ class WorkerSide:
                 count = -(-remote.num_tokens // pool.spec.page_size)
                 placement = Placement(pool, np.arange(count), present=np.ones(count, np.bool_))
                 future = self._peer(remote).fetch_async(remote.key + end, into=placement)
-                future.add_done_callback(partial(_log_failure, what=f"{remote.key!r} was not declined"))
+                future.add_done_callback(partial(_let_go, what=f"{remote.key!r} was not declined"))
         except HurrayError as error:
             _log.info("%r could not be declined, and is kept until its lease ends: %s", remote.key, error)
 
@@ -267,6 +270,12 @@ class WorkerSide:
 def _log_failure(future: Future[Any], what: str) -> None:
     if future.cancelled() or future.exception() is not None:
         _log.info("%s: %s", what, "it was cancelled" if future.cancelled() else future.exception())
+
+
+def _let_go(future: Future[FetchedSnapshot], what: str) -> None:
+    _log_failure(future, what)
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()
 
 
 def _bracketed(host: str) -> str:
