@@ -118,6 +118,7 @@ class Connection:
         self._zeros: list[Region] = []
         self._give_up = StopFlag()
         self._connecting: asyncio.Task[Endpoint] | None = None
+        self._opening_pools: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._when_settled: list[Callable[[], None]] = []
         self._settled = False
@@ -165,6 +166,7 @@ class Connection:
             if self._pools.useless is not None and not self._pools:
                 raise self._pools.useless
             self._pools.use(self._endpoint)
+            await self.open_pools(deadline)
             same_host = self._peer_info().host_id == given.context.memory_domain
             self._pools.warn_if_slow(same_host=same_host)
         except BaseException:
@@ -191,6 +193,24 @@ class Connection:
             self._raise_if_lost()
             self._pools.fall_back(error)
 
+    async def open_pools(self, deadline: float) -> None:
+        """Opens what the peer has told of since, as far as the loop must not (`RemotePools.open_on_devices`).
+
+        Raises:
+            DeadlineExceededError: CUDA takes too long.
+        """
+        if not self._pools.on_devices or self._endpoint is None:
+            return
+        if self._opening_pools is None or self._opening_pools.done():
+            self._opening_pools = asyncio.create_task(self._pools.open_on_devices())
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await asyncio.shield(self._opening_pools)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"CUDA did not map the pools of {self.address} in time", field="deadline", value=deadline
+            ) from None
+
     async def close(self) -> None:
         """Ends the transfers under way and both channels. Idempotent; goes on when the caller is cancelled."""
         if self._closing is None:
@@ -214,6 +234,8 @@ class Connection:
         if self._connecting is not None:
             self._give_up.set()
             await asyncio.wait({self._connecting})
+        if self._opening_pools is not None:
+            await asyncio.wait({self._opening_pools})
         # Where it fails, the worker keeps the endpoint, and UCX may still read and write for it.
         closed = self._endpoint is None or await asyncio.to_thread(self._endpoint.close)
         if closed:

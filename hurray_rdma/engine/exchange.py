@@ -244,7 +244,7 @@ class Exchange(ABC, Generic[Answer]):
             plan,
             self._remote.memories,
             reads=self._direction == "fetch",
-            zeros=self._route.zeros(plan.zeros_nbytes) if plan.zeros_nbytes else None,
+            zeros=self._route.zeros(plan.zeros_nbytes) if plan.zeros_nbytes and pool.device == "cpu" else None,
             stop=self._stop,
             deadline=self._deadline,
         )

@@ -46,7 +46,8 @@ class Mover:
         plan: what is moved: out of ``pool``, or into it.
         memories: the peer's regions, as the plan counts them.
         reads: whether pages come from the peer; else they go there.
-        zeros: a region of ``plan.zeros_nbytes`` zeros, where the plan has any.
+        zeros: a region of ``plan.zeros_nbytes`` zeros, where the plan has any and ``pool`` is on the host; on a GPU,
+            they come from memory of it, by the lane of the pages.
         stop: ends it early.
         deadline: until when, on the monotonic clock, seconds.
     """
@@ -112,8 +113,15 @@ class Mover:
             for plan in same[0].program.plans():
                 self._run(local, remote, plan, bases, done)
             zeros = same[0].program.zeros
-            if zeros is not None and self._zeros is not None:
-                self._run(self._zeros, remote, zeros, [(0, dst_base) for _, dst_base in bases], done)
+            if zeros is not None:
+                self._run(self._all_zeros(), remote, zeros, [(0, dst_base) for _, dst_base in bases], done)
+
+    def _all_zeros(self) -> Region:
+        index = self._pool.device_index
+        if self._zeros is None and index is not None:
+            self._zeros = self._pool.regions[0].context.zeros_on(index, self._plan.zeros_nbytes)
+        assert self._zeros is not None
+        return self._zeros
 
     def _run(self, local: Region, remote: RemoteMemory, plan: Plan, bases: list[tuple[int, int]], done: Moves) -> None:
         src_offsets, dst_offsets, lengths = _placed(plan, bases)

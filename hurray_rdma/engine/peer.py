@@ -112,6 +112,7 @@ class Peer:
                 if old is not None:
                     self._surroundings.tally.reconnected()
             assert self._connection is not None
+            await self._connection.open_pools(deadline)
             return self._connection
         finally:
             self._reconnecting.release()
@@ -214,6 +215,7 @@ class Peer:
             self._surroundings.tally.failed("send", error)
             raise
         if ready and page_keys is None and connection is not None and not connection.lost:
+            await connection.open_pools(started + budget_s)
             stats = await connection.ahead.send(snapshot, name, pool=pool, zero_tails=zero_tails, timeout_s=budget_s)
             if stats is not None:
                 return stats

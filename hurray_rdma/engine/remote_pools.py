@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hurray_rdma.cache import CacheSpec, PoolLayout
 from hurray_rdma.control import MAX_DESCRIPTORS, DeviceUnavailableError, Pool
+from hurray_rdma.engine.apart import apart
 from hurray_rdma.engine.compat import announced_layout, same_kind, same_tensors
 from hurray_rdma.engine.exchange import RemotePool
 from hurray_rdma.engine.logs import EngineLog
@@ -61,12 +64,32 @@ class RemotePools:
             self.useless = error
             self._log.warning("its pool %r cannot be used: %s", pool.name, error)
 
+    @property
+    def on_devices(self) -> bool:
+        """Whether pools on GPUs are to be opened yet (`open_on_devices`)."""
+        return any(pool_id not in self._open and pool.device != "cpu" for pool_id, (pool, _) in self._announced.items())
+
+    async def open_on_devices(self) -> None:
+        """Opens those, off the loop: CUDA takes its time to map them, and may wait for what is on a GPU.
+
+        Let the endpoint be until it returns.
+        """
+        while self.on_devices and self._endpoint is not None:
+            for pool_id, (pool, layout) in list(self._announced.items()):
+                if pool.device == "cpu" or pool_id in self._open:
+                    continue
+                remote = await apart(partial(self._opened, pool, layout))
+                if self._announced.get(pool_id, (None,))[0] is pool and pool_id not in self._open:
+                    self._open[pool_id] = remote
+                else:
+                    _close(remote)
+
     def remove(self, pool_id: int) -> None:
         """It is no more, or not as it was."""
         self._announced.pop(pool_id, None)
         old = self._open.pop(pool_id, None)
-        for memory in old.memories if old is not None else ():
-            memory.close()
+        if old is not None:
+            _close(old)
 
     def clear(self) -> None:
         """All of them; the endpoint has closed their memory."""
@@ -168,3 +191,8 @@ class RemotePools:
                 if not self._endpoint.closed:
                     self.fall_back(error)
         return RemotePool(pool, layout, tuple(memories))
+
+
+def _close(remote: RemotePool) -> None:
+    for memory in remote.memories:
+        memory.close()

@@ -45,6 +45,8 @@ _DEFAULT_OPTIONS = {
     # The cache would keep the card's registration of the caller's memory, and its key, beyond `Region.renew`.
     "RCACHE_ENABLE": "n",
 }
+_MIN_ZEROS_NBYTES = 1 << 20
+"""Of memory that is all zeros: it is not made anew for the next larger page."""
 _SHARED_MEMORY = re.compile(r"\b(posix|sysv|cma|xpmem|knem)/")
 
 
@@ -75,6 +77,8 @@ class Context:
         self._flushes: dict[int, int | None] = {}
         self._device_index: int | None = None
         """Of the first device of which memory was registered."""
+        self._zeros: dict[int, Region] = {}
+        self._zeros_lock = threading.Lock()
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.memory_domain = _memory_domain(self._bound.handle)
@@ -184,12 +188,37 @@ class Context:
                 cuda = self.driver
             except TransportError as error:
                 raise RegistrationError(str(error), field="device", value=device) from error
-            memory, backing = self._map_device(cuda, address, nbytes, index, owner)
+            memory, backing = self._map_device(cuda, address, nbytes, index=index, owner=owner)
             self._adopt(index)
-        return Region(memory, device=device, context=self, allocated=False, owner=owner, backing=backing)
+        region = Region(memory, device=device, context=self, allocated=False, owner=owner, backing=backing)
+        if index is not None:
+            try:
+                region.remote()  # now: CUDA is asked for the key, which the event loop must not wait for later
+            except RegistrationError:
+                region.close()
+                raise
+        return region
+
+    def zeros_on(self, index: int, nbytes: int) -> Region:
+        """Memory of a device that is all zeros, at least so many bytes: the same for all, and to be read only.
+
+        Never given back, since that would wait for all that is on the device. May block: not for the event loop.
+
+        Raises:
+            TransportError: CUDA refuses.
+            RegistrationError: UCX does.
+        """
+        with self._zeros_lock:
+            zeros = self._zeros.get(index)
+            if zeros is None or zeros.nbytes < nbytes:
+                nbytes = max(_MIN_ZEROS_NBYTES, 1 << (nbytes - 1).bit_length())
+                with self.driver.current(index):
+                    address = self.driver.make_zeros(nbytes)
+                zeros = self._zeros[index] = self.register(address, nbytes, owner=None, device=f"cuda:{index}")
+            return zeros
 
     def _map_device(
-        self, cuda: Driver, address: int, nbytes: int, index: int, owner: object
+        self, cuda: Driver, address: int, nbytes: int, *, index: int, owner: object
     ) -> tuple[native.Memory, Backing]:
         with cuda.current(index):
             backing = check_device_memory(cuda, address, nbytes, index=index)
@@ -220,7 +249,7 @@ class Context:
         old, device = region.memory, region.device
         if not region.allocated:
             if (index := region.device_index) is not None:
-                return self._map_device(self.driver, old.address, old.nbytes, index, region.owner)[0]
+                return self._map_device(self.driver, old.address, old.nbytes, index=index, owner=region.owner)[0]
             return self._map(old.address, old.nbytes, device, region.owner)
         if mapping_kind(region.seen_address) == "private":
             raise RegistrationError(

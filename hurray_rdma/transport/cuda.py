@@ -14,7 +14,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator
-from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ __all__ = ["CudaDriver", "Driver", "MemoryType", "Pointer", "Trait", "Words", "d
 _INVALID_VALUE, _INVALID_CONTEXT, _NOT_READY = 1, 201, 600
 _PINNED_ALREADY, _NOT_PINNED = 712, 713
 _DISABLE_TIMING = 2
+_NON_BLOCKING = 1
 _PORTABLE, _DEVICE_MAP = 1, 2
 _FLUSH_CURRENT_CONTEXT = 0
 _WAIT_GEQ = 0
@@ -129,6 +130,9 @@ class Driver(Protocol):
 
     def make_words(self, count: int) -> Words:
         """New words, all 0."""
+
+    def make_zeros(self, nbytes: int) -> int:
+        """Address of new memory of the current context's device, all 0; waits for nothing else that is on it."""
 
     def wait_word(self, stream: int, address: int, value: int, *, flush: bool) -> None:
         """What comes later on the stream waits until a word, at the device's address, is ``value`` or later.
@@ -286,6 +290,18 @@ class CudaDriver:
         assert host.value is not None
         ctypes.memset(host.value, 0, nbytes)
         return Words((c_uint32 * count).from_address(host.value), device.value)
+
+    def make_zeros(self, nbytes: int) -> int:
+        address, stream = c_uint64(), c_void_p()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), c_size_t(nbytes))
+        self._call("cuStreamCreate", ctypes.byref(stream), c_uint(_NON_BLOCKING))
+        try:
+            # Not on the default stream, which waits for others, and is not waited for by a network card.
+            self._call("cuMemsetD8Async", address, c_ubyte(0), c_size_t(nbytes), stream)
+            self._call("cuStreamSynchronize", stream)
+        finally:
+            self._call("cuStreamDestroy_v2", stream)
+        return address.value
 
     def flush_remote_writes(self, scope: int) -> None:
         self._call("cuFlushGPUDirectRDMAWrites", c_int(_FLUSH_CURRENT_CONTEXT), c_int(scope))

@@ -77,6 +77,8 @@ class Region:
         """Whether the last `renew` made the key that peers had void: a registration cache may hand out the same."""
         self._pinned = False
         """By `pin`, here."""
+        self._key: bytes | None = None
+        """Packed, of this registration."""
 
     @property
     def address(self) -> int:
@@ -109,13 +111,22 @@ class Region:
         return self._memory
 
     def remote(self) -> RemoteRegion:
-        """What a peer needs to reach this region (``ucp_rkey_pack``)."""
-        rkey = seal(self._packed_key())
-        return RemoteRegion(remote_addr=self.address, nbytes=self.nbytes, rkey=rkey, device=self.device)
+        """What a peer needs to reach this region (``ucp_rkey_pack``).
+
+        Raises:
+            RegistrationError: the region is closed, or CUDA does not let its memory be reached.
+        """
+        memory = self.memory
+        if self._key is None:
+            self._key = self._packed_key()
+        return RemoteRegion(remote_addr=memory.address, nbytes=memory.nbytes, rkey=seal(self._key), device=self.device)
 
     def _packed_key(self) -> bytes:
-        with self.current():
-            return self.memory.pack_rkey()
+        try:
+            with self.current():
+                return self.memory.pack_rkey()
+        except native.UcxError as error:
+            raise RegistrationError(f"UCX makes no key of it: {error}", field="device", value=self.device) from error
 
     @property
     def device_index(self) -> int | None:
@@ -208,8 +219,9 @@ class Region:
             self._unpin()
         try:
             self._memory = self.context.remake(self)
+            self._key = self._packed_key()
             self.num_renewals += 1
-            self.key_revoked = self.allocated or self._packed_key() != key
+            self.key_revoked = self.allocated or self._key != key
             if not self.allocated:
                 self._seen = self._memory
             if old is not self._seen:

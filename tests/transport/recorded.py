@@ -27,7 +27,9 @@ class RecordedDriver:
     """Calls that fail: "pin", "unpin", "leave_captures"."""
     calls: list[tuple[object, ...]] = field(default_factory=list)
     words: list[Words] = field(default_factory=list)
-    context: list[int] = field(default_factory=list)
+    contexts: threading.local = field(default_factory=threading.local)
+    zeros: list[ctypes.Array[ctypes.c_ubyte]] = field(default_factory=list)
+    """Memory of the host, in the place of a device's."""
     asked: int = 0
     flushed_waits: int = 0
     """Waits after which remote writes are visible to the stream."""
@@ -35,6 +37,14 @@ class RecordedDriver:
     """Streams that record a graph."""
     out_of_captures: set[int] = field(default_factory=set)
     """Threads."""
+
+    @property
+    def context(self) -> list[int]:
+        """Devices whose contexts this thread has pushed, the current one last."""
+        if not hasattr(self.contexts, "pushed"):
+            self.contexts.pushed = []
+        pushed: list[int] = self.contexts.pushed
+        return pushed
 
     def pointer(self, address: int) -> Pointer | None:
         return self.pointers.get(address)
@@ -80,6 +90,11 @@ class RecordedDriver:
     def make_words(self, count: int) -> Words:
         self.words.append(Words((ctypes.c_uint32 * count)(), DEVICE_ADDRESS + len(self.words) * 0x10_0000))
         return self.words[-1]
+
+    def make_zeros(self, nbytes: int) -> int:
+        self.calls.append(("zeros", nbytes, self.context[-1]))
+        self.zeros.append((ctypes.c_ubyte * nbytes)())
+        return ctypes.addressof(self.zeros[-1])
 
     def wait_word(self, stream: int, address: int, value: int, *, flush: bool) -> None:
         self.calls.append(("wait", stream, address, value, self.context[-1]))

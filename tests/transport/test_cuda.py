@@ -45,6 +45,7 @@ def test_the_numbers_are_those_of_cuda_h() -> None:
     assert int(bindings.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED) == cuda._PINNED_ALREADY
     assert int(bindings.CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED) == cuda._NOT_PINNED
     assert int(bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING) == cuda._DISABLE_TIMING
+    assert int(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING) == cuda._NON_BLOCKING
     assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == cuda._WAIT_GEQ
     assert int(bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH) == cuda._WAIT_FLUSH
     assert int(bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) == cuda._CAPTURE_THREAD_LOCAL

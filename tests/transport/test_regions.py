@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import numpy as np
@@ -164,3 +165,51 @@ def test_memory_of_a_device_is_looked_at_again_when_it_is_registered_anew(
     assert region.num_renewals == 0
     assert driver.context == []
     region.close()
+
+
+def test_zeros_of_a_device_are_made_once_and_anew_only_where_more_are_needed(
+    driver: RecordedDriver, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def map_device(context: Context, _: object, *span: int, index: int, owner: object) -> tuple[object, Backing]:
+        return context._map(*span, "cpu", owner), Backing.PLAIN
+
+    monkeypatch.setattr(Context, "_map_device", map_device)
+    small = context.zeros_on(2, 5000)
+    assert (small.device, small.nbytes, small.address) == ("cuda:2", 1 << 20, ctypes.addressof(driver.zeros[0]))
+    assert context.zeros_on(2, 1 << 20) is small
+    large = context.zeros_on(2, (1 << 20) + 1)
+    assert large.nbytes == 1 << 21
+    assert context.zeros_on(2, 5000) is large
+    other = context.zeros_on(3, 1)
+    assert [call for call in driver.calls if call[0] == "zeros"] == [
+        ("zeros", 1 << 20, 2),
+        ("zeros", 1 << 21, 2),
+        ("zeros", 1 << 20, 3),
+    ]
+    assert not small.closed, "somebody may read them yet"
+    for each in (small, large, other):
+        each.close()
+
+
+def test_the_key_of_a_registration_is_asked_for_once(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    packed = Region._packed_key
+
+    def counted(region: Region) -> bytes:
+        nonlocal asked
+        asked += 1
+        return packed(region)
+
+    monkeypatch.setattr(Region, "_packed_key", counted)
+    array = np.zeros(4096, np.uint8)
+    region = context.register(array.ctypes.data, array.nbytes, owner=array)
+    first = region.remote()
+    assert region.remote() == first
+    assert asked == 1
+    region.renew()
+    asked = 0
+    region.remote()
+    assert asked == 0, "renewing asks for it"
+    region.close()
+    with pytest.raises(RegistrationError, match="closed"):
+        region.remote()
