@@ -153,7 +153,7 @@ class PagePool:
             Part.ZERO_POINTS: zero_points,
         }
         views = checked_views(spec, {part: each for part, each in given.items() if each is not None})
-        regions, places = register_views(views, _context(context))
+        regions, places = register_views(views, _context(context, device=views[0].device))
         parts = [part for _ in spec.tensors for part in parts_of(spec)]
         segments = tuple(
             segment_of(spec, part, view.strides_nbytes, region_index=index, offset_nbytes=offset)
@@ -352,10 +352,11 @@ class PagePool:
             raise RegistrationError(f"PagePool.{name}: the pool is closed")
 
 
-def _context(context: Context | None) -> Context:
+def _context(context: Context | None, *, device: str = "cpu") -> Context:
     if context is not None:
         return context
     # Here and not at the top, so that pools can be described and planned without loading UCX.
     from hurray_rdma.transport import default_context  # noqa: PLC0415
+    from hurray_rdma.transport.devices import device_index  # noqa: PLC0415
 
-    return default_context()
+    return default_context(device_index=device_index(device))

@@ -55,12 +55,14 @@ class Context:
 
     Args:
         options: UCX configuration without the ``UCX_`` prefix, e.g. ``{"TLS": "tcp"}``; outranks the environment.
+        device_index: of the GPU that is used first, if any is: its CUDA context is current while UCX begins, which
+            sets it up then, and not when kernels run.
 
     Raises:
         TransportError: UCX refuses the options, or another copy of UCX is loaded in this process.
     """
 
-    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+    def __init__(self, options: Mapping[str, str] | None = None, *, device_index: int | None = None) -> None:
         if len(copies := ucx_copies()) > 1:
             raise TransportError(
                 f"{len(copies)} copies of UCX are loaded in this process, and two of them hang or crash: "
@@ -69,14 +71,15 @@ class Context:
             )
         self.options = dict(options or {})
         defaults = {name: value for name, value in _DEFAULT_OPTIONS.items() if f"UCX_{name}" not in os.environ}
-        self._bound = BoundContext(defaults | self.options)
+        with _current(device_index):
+            self._bound = BoundContext(defaults | self.options)
         self._pid = os.getpid()
         seen = native.memory_types(self._bound.handle)
         self.device_kinds: tuple[str, ...] = ("cpu", "cuda") if native.CUDA in seen else ("cpu",)
         """Kinds of devices whose memory UCX moves: CUDA where its transports and a driver with a GPU are there."""
         self._flushes: dict[int, int | None] = {}
-        self._device_index: int | None = None
-        """Of the first device of which memory was registered."""
+        self._device_index = device_index if "cuda" in self.device_kinds else None
+        """Of the first device in use."""
         self._zeros: dict[int, Region] = {}
         self._zeros_lock = threading.Lock()
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -273,7 +276,8 @@ class Context:
         self._check_process()
         with self._lock:
             index = self._device_index
-            bound = self._bound.open_worker(None if index is None else lambda: self.driver.adopt(index))
+            with self.in_use():
+                bound = self._bound.open_worker(None if index is None else lambda: self.driver.adopt(index))
             worker = Worker(bound, self.in_use)
             self._workers.add(worker)
             return worker
@@ -311,6 +315,16 @@ class Context:
             )
 
 
+def _current(device_index: int | None) -> AbstractContextManager[None]:
+    """As of `Driver.current`; of no device, or without a driver, which `Context.register` tells, it is none."""
+    if device_index is None:
+        return nullcontext()
+    try:
+        return driver().current(device_index)
+    except TransportError:
+        return nullcontext()
+
+
 def _memory_domain(handle: int) -> bytes:
     if _SHARED_MEMORY.search(native.context_info(handle)) is None:
         return uuid.uuid4().bytes
@@ -329,11 +343,12 @@ _default: Context | None = None
 _default_lock = threading.Lock()
 
 
-def default_context(options: Mapping[str, str] | None = None) -> Context:
+def default_context(options: Mapping[str, str] | None = None, *, device_index: int | None = None) -> Context:
     """The context of this process: made by the first call, the same ever after.
 
     Args:
         options: as of `Context`; None takes whatever there is.
+        device_index: as of `Context`, for the first call.
 
     Raises:
         ConfigError: the context exists already, with other options.
@@ -341,7 +356,7 @@ def default_context(options: Mapping[str, str] | None = None) -> Context:
     global _default  # noqa: PLW0603 - the one piece of module state (DESIGN.md, rooms)
     with _default_lock:
         if _default is None:
-            _default = Context(options)
+            _default = Context(options, device_index=device_index)
         elif options is not None and dict(options) != _default.options:
             raise ConfigError(
                 f"the UCX context of this process exists already, with {_default.options}",

@@ -125,7 +125,8 @@ class Worker:
         are kept, with all memory that UCX may touch for them, until the process ends.
         """
         _stranded.extend(endpoint for endpoint in self._unclosed if not endpoint.close())
-        self._bound.close()
+        with self.current():
+            self._bound.close()
 
     def adopt(self, endpoint: Endpoint) -> None:
         """Called by an endpoint that could not close: it must outlive its user."""

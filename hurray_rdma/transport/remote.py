@@ -184,7 +184,8 @@ class RemoteMemory:
             memory.hold()
             try:
                 if path is Path.PUT:
-                    with local.current():
+                    # Whoever posts progresses the worker, and with it what others have posted from devices.
+                    with local.current() if local.device != "cpu" else self._endpoint.current():
                         posted, completed, nbytes, status, settled, description = self._endpoint.post(
                             memory,
                             local_address=memory.address,

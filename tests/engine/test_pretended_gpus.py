@@ -123,6 +123,29 @@ def test_pages_go_between_a_gpu_and_the_host_where_that_is_asked_for(context: Co
     run(job())
 
 
+def test_pages_of_the_host_are_moved_in_a_context_once_a_gpu_is_in_use(
+    driver: RecordedDriver, context: Context, source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever moves them takes what UCX has done on GPUs further, too."""
+    current: list[list[int]] = []
+    post = Endpoint.post
+    monkeypatch.setattr(Endpoint, "post", lambda *a, **k: current.append(list(driver.context)) or post(*a, **k))  # type: ignore[func-returns-value]
+
+    async def job() -> None:
+        with make_pool(SPEC, 8, "caller's", context) as host:
+            async with (
+                Engine(dest, listen="127.0.0.1:0") as receiver,
+                Engine(host) as sender,
+                sender.connect(receiver.address) as peer,
+            ):
+                await peer.send(snapshot_of(host), pool="default")
+                (await first(receiver)).release()
+
+    run(job())
+    assert current
+    assert all(each[-1] == 0 for each in current), "the first in use"
+
+
 def test_pages_are_fetched_into_a_gpu(source: PagePool, dest: PagePool) -> None:
     async def job() -> None:
         async with (

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 
 from hurray_rdma import PagePool, Snapshot
-from hurray_rdma.errors import RegistrationError
+from hurray_rdma.errors import RegistrationError, TransportError
 from hurray_rdma.format import MemoryClass
 from hurray_rdma.transport import Backing, Context, Region
+from hurray_rdma.transport.binding import BoundContext, BoundWorker
 from hurray_rdma.transport.cuda import MemoryType, Pointer, Trait
 from tests.engine.gpus import SPEC
+from tests.engine.pretended import OnGpu
 from tests.transport.recorded import RecordedDriver
 
 
@@ -213,3 +216,51 @@ def test_the_key_of_a_registration_is_asked_for_once(context: Context, monkeypat
     region.close()
     with pytest.raises(RegistrationError, match="closed"):
         region.remote()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a driver", "no driver"])
+def test_ucx_begins_in_the_context_of_the_gpu_that_is_used_first(
+    there: bool, driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def the_driver() -> RecordedDriver:
+        if not there:
+            raise TransportError("there is no CUDA driver here")
+        return driver
+
+    begun: list[list[int]] = []
+
+    class Noted(BoundContext):
+        def __init__(self, options: Mapping[str, str]) -> None:
+            begun.append(list(driver.context))
+            super().__init__(options)
+
+        def open_worker(self, on_start: Callable[[], None] | None = None) -> BoundWorker:
+            begun.append(list(driver.context))
+            return super().open_worker(on_start)
+
+    monkeypatch.setattr("hurray_rdma.transport.context.driver", the_driver)
+    monkeypatch.setattr("hurray_rdma.transport.context.BoundContext", Noted)
+    context = Context(device_index=3)
+    assert begun == [[3] * there]
+    context._adopt(3)
+    if there:
+        context.open_worker().close()
+        assert begun == [[3], [3]]
+        assert driver.calls == [("adopt", 3)]
+    Context()
+    assert begun[-1] == []
+    assert driver.context == []
+
+
+def test_a_pool_of_a_gpu_begins_ucx_for_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    context = Context()
+    monkeypatch.setattr(
+        "hurray_rdma.transport.default_context", lambda *, device_index: asked.append(device_index) or context
+    )
+    shape = (4, *SPEC.page_shape)
+    on_gpu = {role: [OnGpu(np.zeros(shape, SPEC.storage_dtype), 5) for _ in range(2)] for role in SPEC.roles}
+    with pytest.raises(RegistrationError):
+        PagePool.from_arrays(SPEC, on_gpu)
+    PagePool.allocate(SPEC, 4).close()
+    assert asked == [5, None]
