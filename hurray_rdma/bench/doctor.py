@@ -9,6 +9,7 @@ from pathlib import Path
 from hurray_rdma.bench.case import Case, Pattern
 from hurray_rdma.bench.devices import check_devices, check_ucx, rdma_devices
 from hurray_rdma.bench.findings import Diagnosis, Finding, Verdict
+from hurray_rdma.bench.gpu_trials import try_gpus
 from hurray_rdma.bench.limits import check_limits
 from hurray_rdma.bench.machine import machine_facts
 from hurray_rdma.bench.messages import Party
@@ -34,7 +35,7 @@ def diagnose(*, on_step: Callable[[str], None]) -> Diagnosis:
     rdma = rdma_devices()
     findings = [*check_ucx(), *check_devices(rdma), *check_limits(has_rdma=bool(rdma)), _copies_of_ucx()]
     on_step("sending pages between two processes")
-    findings += _lanes()
+    findings += [*_lanes(), *try_gpus()]
     return Diagnosis(machine_facts(), tuple(findings))
 
 

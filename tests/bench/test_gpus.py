@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from hurray_rdma.bench.findings import Verdict
+from hurray_rdma.bench.gpu_trials import judge_lane, lane_between, try_gpus
 from hurray_rdma.bench.gpus import Gpu, GpuFacts, check_gpus, distance, judge
+from hurray_rdma.errors import TransportError
 
 GPU = Gpu(
     name="H200",
@@ -77,3 +80,38 @@ def test_gpus_that_cannot_reach_each_other_are_named() -> None:
     assert (
         "to a process of this host go by cuda_ipc (but staged through the host to GPUs 1), to another" in finding.found
     )
+
+
+def test_the_lane_that_pages_took_is_judged() -> None:
+    judged = {lane: judge_lane("pages", lane) for lane in ("cuda_ipc", "rc_mlx5", "posix (staged)")}
+    assert [each.verdict for each in judged.values()] == [Verdict.OK, Verdict.OK, Verdict.SLOW]
+    assert "through the host" in judged["posix (staged)"].found
+    assert "nvidia-smi topo" in judged["posix (staged)"].fix
+
+
+def test_the_trial_sends_pages_to_another_process() -> None:
+    """As it does between GPUs, on the host."""
+    assert lane_between("cpu", "cpu") in {"sysv", "posix"}
+
+
+def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        raise TransportError("there is no CUDA driver here")
+
+    monkeypatch.setattr("hurray_rdma.bench.gpu_trials.driver", no_driver)
+    assert try_gpus() == []
+
+
+def test_a_trial_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: str, other: str) -> str:
+        raise TransportError(f"{device} is not what {other} is")
+
+    monkeypatch.setattr("hurray_rdma.bench.gpu_trials.driver", lambda: SimpleNamespace(num_devices=3))
+    monkeypatch.setattr("hurray_rdma.bench.gpu_trials.lane_between", fails)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    findings = try_gpus()
+    assert [each.what for each in findings] == [
+        "pages from cuda:0 to cuda:0 of another process",
+        "pages from cuda:0 to cuda:1 of another process",
+    ]
+    assert all(each.verdict is Verdict.BROKEN and "is not what" in each.found for each in findings)
