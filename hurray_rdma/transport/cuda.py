@@ -105,7 +105,8 @@ class Driver(Protocol):
         """A fact of a device."""
 
     def current(self, device_index: int) -> contextlib.AbstractContextManager[None]:
-        """The device's primary context is this thread's current one meanwhile."""
+        """The device's primary context is this thread's current one meanwhile, and no call of its breaks a capture of a
+        graph that another thread has begun."""
 
     def adopt(self, device_index: int) -> None:
         """The same for the rest of this thread's life."""
@@ -115,9 +116,6 @@ class Driver(Protocol):
 
     def captures(self, stream: int) -> bool:
         """Whether a stream of the current context records a graph, and runs nothing."""
-
-    def leave_captures(self) -> None:
-        """From now on this thread's calls break no capture that another thread has begun."""
 
     def passed(self, event: int) -> bool:
         """Whether all that was before the event has run; does not wait."""
@@ -246,12 +244,23 @@ class CudaDriver:
     def current(self, device_index: int) -> Iterator[None]:
         self._call("cuCtxPushCurrent_v2", self._context(device_index))
         try:
-            yield
+            mode = self._exchange_capture_mode(_CAPTURE_THREAD_LOCAL)
+            try:
+                yield
+            finally:
+                self._exchange_capture_mode(mode)
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
 
     def adopt(self, device_index: int) -> None:
         self._call("cuCtxSetCurrent", self._context(device_index))
+        self._exchange_capture_mode(_CAPTURE_THREAD_LOCAL)
+
+    def _exchange_capture_mode(self, mode: int) -> int:
+        """Of this thread: whose captures its calls may break. Returns what it was."""
+        was = c_int(mode)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(was))
+        return was.value
 
     # Memory.
 
@@ -322,9 +331,6 @@ class CudaDriver:
         status = c_int()
         self._call("cuStreamIsCapturing", c_void_p(stream), ctypes.byref(status))
         return bool(status.value)
-
-    def leave_captures(self) -> None:
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(c_int(_CAPTURE_THREAD_LOCAL)))
 
     def passed(self, event: int) -> bool:
         result = self._result("cuEventQuery", c_void_p(event))

@@ -135,7 +135,6 @@ class StreamWatch:
 
     def _run(self) -> None:
         try:
-            self._driver.leave_captures()
             self._watch()
         except BaseException as error:
             with self._changed:

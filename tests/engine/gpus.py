@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,51 @@ def cupy_or_skip() -> Any:
     return cupy
 
 
+def torch_or_skip() -> Any:
+    """torch, if it is installed with CUDA and there is a GPU."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU: there is none, or it was built without CUDA")
+    return torch
+
+
+def two_gpus_or_skip() -> Any:
+    """CuPy, if there are two GPUs."""
+    cupy = cupy_or_skip()
+    count = cupy.cuda.runtime.getDeviceCount()
+    if count < 2:
+        pytest.skip(f"there is {count} GPU, and pages go from one to another here")
+    return cupy
+
+
+SPIN = r"""
+extern "C" __global__
+void spin_then_fill(unsigned short *pages, long long count, unsigned short value, long long cycles) {
+    long long start = clock64();
+    while (clock64() - start < cycles) { }
+    for (long long i = threadIdx.x; i < count; i += blockDim.x) pages[i] = value;
+}
+"""
+TENTH_OF_A_SECOND = 200_000_000
+"""In cycles of a GPU, about."""
+
+
+def spinning_fill(cupy: Any) -> Callable[..., None]:
+    """Fills an array with a value, after so many cycles, on CuPy's current stream. Loaded and compiled already."""
+    kernel = cupy.RawKernel(SPIN, "spin_then_fill")
+
+    def fill(array: Any, value: int, *, cycles: int = TENTH_OF_A_SECOND) -> None:
+        kernel((1,), (256,), (array, np.int64(array.size), np.uint16(value), np.int64(cycles)))
+
+    fill(cupy.zeros(1, np.uint16), 0, cycles=0)
+    cupy.cuda.get_current_stream().synchronize()
+    return fill
+
+
 def to_host(array: Any) -> np.ndarray:
-    return array.get() if hasattr(array, "get") else np.asarray(array)
+    if hasattr(array, "get"):
+        return array.get()
+    return array.cpu().numpy() if hasattr(array, "cpu") else np.asarray(array)
 
 
 def fill(pool: PagePool, seed: int) -> None:
@@ -39,6 +83,8 @@ def fill(pool: PagePool, seed: int) -> None:
             pages.view(np.uint16)[...] = bits
         else:
             pages.set(bits)
+    if pool.device != "cpu":
+        cupy_or_skip().cuda.Device(pool.device_index).synchronize()
 
 
 def digest(snapshot: Snapshot) -> str:

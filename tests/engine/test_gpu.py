@@ -15,19 +15,11 @@ from hurray_rdma.control import DeviceUnavailableError
 from hurray_rdma.engine.reach import Reach, reach_of
 from hurray_rdma.format import DeviceTag, MemoryClass
 from hurray_rdma.testing.processes import Child
-from tests.engine.gpus import SPEC, cupy_or_skip, digest, fill, to_host
+from tests.engine.gpus import SPEC, cupy_or_skip, digest, fill, spinning_fill, to_host
 
 pytestmark = pytest.mark.gpu
 
 TABLES, SEQ_LENS = [[7, 3, 9], [7, 3, 2]], [40, 45]
-SPIN = r"""
-extern "C" __global__
-void spin_then_fill(unsigned short *pages, long long count, unsigned short value, long long cycles) {
-    long long start = clock64();
-    while (clock64() - start < cycles) { }
-    for (long long i = threadIdx.x; i < count; i += blockDim.x) pages[i] = value;
-}
-"""
 
 
 @pytest.fixture
@@ -125,17 +117,14 @@ def test_pages_are_fetched_into_a_gpu(cupy: Any) -> None:
 
 
 def test_a_send_waits_for_the_kernels_on_its_stream(cupy: Any, source: PagePool) -> None:
-    kernel = cupy.RawKernel(SPIN, "spin_then_fill")
+    spin_and_fill = spinning_fill(cupy)
 
     async def job(child: Child) -> None:
         async with Engine(source) as engine, engine.connect(child.receive()) as peer:
-            kernel((1,), (1,), (source.pages("key", 0), np.int64(0), np.uint16(0), np.int64(0)))  # compiled before
             stream = cupy.cuda.Stream(non_blocking=True)
             with stream:
-                for number, (role, layer) in enumerate(SPEC.tensors):
-                    pages = source.pages(role, layer)
-                    cycles = np.int64(200_000_000)  # a tenth of a second
-                    kernel((1,), (256,), (pages, np.int64(pages.size), np.uint16(number + 1), cycles))
+                for number, tensor in enumerate(SPEC.tensors):
+                    spin_and_fill(source.pages(*tensor), number + 1)
             assert not stream.done
             await peer.send(snapshot_of(source), stream=stream)
             assert stream.done

@@ -24,7 +24,7 @@ class RecordedDriver:
     fails: bool = False
     """Whether kernels have failed: every event tells."""
     refuses: set[str] = field(default_factory=set)
-    """Calls that fail: "pin", "unpin", "leave_captures"."""
+    """Calls that fail: "pin", "unpin"."""
     calls: list[tuple[object, ...]] = field(default_factory=list)
     words: list[Words] = field(default_factory=list)
     contexts: threading.local = field(default_factory=threading.local)
@@ -35,8 +35,6 @@ class RecordedDriver:
     """Waits after which remote writes are visible to the stream."""
     capturing: set[int] = field(default_factory=set)
     """Streams that record a graph."""
-    out_of_captures: set[int] = field(default_factory=set)
-    """Threads."""
 
     @property
     def context(self) -> list[int]:
@@ -70,14 +68,10 @@ class RecordedDriver:
     def captures(self, stream: int) -> bool:
         return stream in self.capturing
 
-    def leave_captures(self) -> None:
-        self._may("leave_captures")
-        self.out_of_captures.add(threading.get_ident())
-
     def passed(self, event: int) -> bool:
         if self.fails:
             raise TransportError("cuEventQuery: an illegal memory access was encountered", status=700)
-        assert threading.get_ident() in self.out_of_captures
+        assert self.context, "it would break the captures of others"
         self.asked += 1
         return self.asked > self.passed_after
 

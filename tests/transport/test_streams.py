@@ -205,12 +205,18 @@ def test_a_stream_that_captures_a_graph_is_refused() -> None:
     assert driver.calls == []
 
 
-def test_a_watch_that_cannot_go_on_says_so_and_the_next_mark_begins_anew() -> None:
-    driver, told = RecordedDriver(refuses={"leave_captures"}), queue.SimpleQueue[HurrayError | None]()
-    watch = StreamWatch(driver)
-    watch.mark(1, index=0, told=told.put)
-    assert "watched no more" in str(told.get(timeout=10))
-    driver.refuses.clear()
+def test_a_watch_that_cannot_go_on_says_so_and_the_next_mark_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(event: int) -> bool:
+        raise OSError("what nobody has thought of")
+
+    driver, told = RecordedDriver(), queue.SimpleQueue[HurrayError | None]()
+    watch, raised = StreamWatch(driver), queue.SimpleQueue[object]()
+    with monkeypatch.context() as worse:
+        worse.setattr(threading, "excepthook", raised.put)
+        worse.setattr(driver, "passed", broken)
+        watch.mark(1, index=0, told=told.put)
+        assert "watched no more: what nobody has thought of" in str(told.get(timeout=10))
+        assert raised.get(timeout=10), "and the thread ends with it"
     watch.mark(1, index=0, told=told.put)
     assert told.get(timeout=10) is None
 
