@@ -25,7 +25,7 @@ from hurray_rdma.control.events import (
     Acknowledged,
     AllEnded,
     Committed,
-    DescriptorEnded,
+    DescriptorsEnded,
     Event,
     Fetched,
     Granted,
@@ -44,11 +44,11 @@ from hurray_rdma.control.events import (
     TensorData,
     TransferFailed,
 )
-from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS
+from hurray_rdma.control.exchange import MAX_DESCRIPTORS, MAX_QUIET_SESSIONS
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import ExposedError, Listener, check_listen, serve
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import MAX_DESCRIPTORS, Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
+from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
@@ -69,7 +69,7 @@ __all__ = [
     "Channel",
     "ClientSession",
     "Committed",
-    "DescriptorEnded",
+    "DescriptorsEnded",
     "DeviceUnavailableError",
     "ErrorCode",
     "Event",

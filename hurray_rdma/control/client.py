@@ -153,7 +153,7 @@ class ClientSession(DataSession):
     def take(self, transfer_id: int, take: Take, *, now: float) -> bool:
         """Have the pages of a published snapshot sent in frames, since its memory cannot be reached.
 
-        They come as TensorData and DescriptorEnded, and AllEnded follows; then ``read_end``.
+        They come as TensorData and DescriptorsEnded, and AllEnded follows; then ``read_end``.
 
         Args:
             transfer_id: a fetch that was answered.
@@ -306,7 +306,7 @@ class ClientSession(DataSession):
             case TensorDataMessage() if transfer.kind is TransferKind.PULL and descriptor_index is not None:
                 self._hear_data(transfer, descriptor_index, message, events)
             case TensorDataEndMessage() if transfer.kind is TransferKind.PULL and descriptor_index is not None:
-                self._hear_data_end(transfer, descriptor_index, events)
+                self._hear_data_end(transfer, (descriptor_index,), events)
             case ErrorMessage(code=code, text=text):
                 before = transfer.state
                 if self._book.hear(transfer, Step.REFUSE):

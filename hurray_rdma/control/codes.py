@@ -88,6 +88,7 @@ class MessageType(IntEnum):
     COMMIT = 0xF9
     RENEW = 0xFA
     TAKE = 0xFB
+    ENDED = 0xFC
 
 
 class Capability(IntFlag):

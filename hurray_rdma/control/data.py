@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hurray_rdma.control.codes import LocalProtocolError
-from hurray_rdma.control.events import AllEnded, DescriptorEnded, Event, TensorData
+from hurray_rdma.control.events import AllEnded, DescriptorsEnded, Event, TensorData
+from hurray_rdma.control.exchange import Ended
 from hurray_rdma.control.messages import TensorDataEndMessage, TensorDataMessage
 from hurray_rdma.control.session import Session
 from hurray_rdma.control.states import Step, TransferKind, TransferState
@@ -60,30 +61,43 @@ class DataSession(Session):
         transfer.next_offsets[descriptor_index] = offset_nbytes + len(view)
         return True
 
-    def data_end(self, transfer_id: int, descriptor_index: int, *, now: float) -> bool:
-        """Every page of the descriptor is complete at the peer (flushed, not only posted), or all its bytes were sent.
+    def data_end(self, transfer_id: int, *descriptor_indices: int, now: float) -> bool:
+        """Every page of the descriptors is complete at the peer (flushed, not only posted), or all bytes were sent.
+
+        Those that are complete together are told together: it costs both sides little more than one of them.
 
         Returns:
             False if the transfer is ending or has ended.
 
         Raises:
-            LocalProtocolError: not granted or taken yet, no such descriptor, or it ended before.
+            LocalProtocolError: not granted or taken yet, no such descriptor, or one ended before, or comes twice, or
+                there is none; nothing was said of any.
         """
-        transfer = self._granted(transfer_id, self._SENDS, descriptor_index)
+        transfer = self._granted(transfer_id, self._SENDS, *descriptor_indices)
         if transfer is None:
             return False
-        step = transfer.end_step(descriptor_index)
-        if step is None:
-            raise LocalProtocolError(f"descriptor {descriptor_index} of transfer {transfer_id} ended before")
-        self._book.say(transfer, step)
-        transfer.mark_ended(descriptor_index)
-        self._send(TensorDataEndMessage(), transfer_id + 1 + descriptor_index)
+        if not descriptor_indices or transfer.not_ended(descriptor_indices) != descriptor_indices:
+            raise LocalProtocolError(
+                f"must be descriptors of transfer {transfer_id} that did not end before, each once",
+                field="descriptor_indices",
+                value=descriptor_indices,
+            )
+        self._book.say(transfer, transfer.end_step(len(descriptor_indices)))
+        transfer.mark_ended(descriptor_indices)
+        self._say_data_end(transfer, descriptor_indices)
         if transfer.all_ended:
             self._said_ends(transfer, now)
         return True
 
-    def _granted(self, transfer_id: int, kind: TransferKind, descriptor_index: int | None = None) -> Transfer | None:
-        """The transfer, if something may be said of it, and of that descriptor; None if it is ending or has ended."""
+    def _say_data_end(self, transfer: Transfer, descriptor_indices: tuple[int, ...]) -> None:
+        if len(descriptor_indices) > 1 and transfer.kind is TransferKind.PUSH:
+            self._send(Ended(descriptor_indices), transfer.transfer_id)
+        else:
+            for index in descriptor_indices:
+                self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + index)
+
+    def _granted(self, transfer_id: int, kind: TransferKind, *descriptor_indices: int) -> Transfer | None:
+        """The transfer, if something may be said of it, and of descriptors; None if it is ending or has ended."""
         transfer = self._book.get(transfer_id)
         if transfer is not None:
             transfer.require(kind)
@@ -91,18 +105,19 @@ class DataSession(Session):
             return None
         if transfer.state is TransferState.OFFERED:
             raise LocalProtocolError(f"transfer {transfer_id} is not answered yet")
-        if descriptor_index is not None and not 0 <= descriptor_index < transfer.num_carried:
-            raise LocalProtocolError(
-                f"must be below {transfer.num_carried}, what this side may send of transfer {transfer_id}",
-                field="descriptor_index",
-                value=descriptor_index,
-            )
+        num_carried = transfer.num_carried
+        for index in descriptor_indices:
+            if not 0 <= index < num_carried:
+                raise LocalProtocolError(
+                    f"must be below {num_carried}, what this side may send of transfer {transfer_id}",
+                    field="descriptor_index",
+                    value=index,
+                )
         return transfer
 
     def _say_ends(self, transfer: Transfer, count: int, now: float) -> None:
         """Say what ends this side's part, whole, and again unless it is answered."""
-        for descriptor_index in range(count):
-            self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + descriptor_index)
+        self._say_data_end(transfer, tuple(range(count)))
         self._said_ends(transfer, now)
 
     def _said_ends(self, transfer: Transfer, now: float) -> None:
@@ -131,13 +146,13 @@ class DataSession(Session):
         data = memoryview(message.data)
         events.append(TensorData(transfer.transfer_id, index, message.offset_nbytes, data))
 
-    def _hear_data_end(self, transfer: Transfer, index: int, events: list[Event]) -> None:
-        step = transfer.end_step(index)
-        if step is None or not self._book.hear(transfer, step):
+    def _hear_data_end(self, transfer: Transfer, indices: tuple[int, ...], events: list[Event]) -> None:
+        ending = transfer.not_ended(indices)
+        if not ending or not self._book.hear(transfer, transfer.end_step(len(ending))):
             return
-        _require_carried(transfer, index)
-        transfer.mark_ended(index)
-        events.append(DescriptorEnded(transfer.transfer_id, index))
+        _require_carried(transfer, max(ending))
+        transfer.mark_ended(ending)
+        events.append(DescriptorsEnded(transfer.transfer_id, ending))
         if transfer.all_ended:
             events.append(AllEnded(transfer.transfer_id))
 

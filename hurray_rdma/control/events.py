@@ -19,7 +19,7 @@ __all__ = [
     "Acknowledged",
     "AllEnded",
     "Committed",
-    "DescriptorEnded",
+    "DescriptorsEnded",
     "Event",
     "Fetched",
     "Granted",
@@ -146,11 +146,11 @@ class TensorData:
 
 
 @dataclass(frozen=True, slots=True)
-class DescriptorEnded:
-    """Every page of this descriptor is complete here: of a push at the server, of a pull in frames at the client."""
+class DescriptorsEnded:
+    """Every page of these descriptors is complete here: of a push at the server, of a pull in frames at the client."""
 
     transfer_id: int
-    descriptor_index: int
+    descriptor_indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ Event: TypeAlias = (
     | Taken
     | Refused
     | TensorData
-    | DescriptorEnded
+    | DescriptorsEnded
     | AllEnded
     | Committed
     | Acknowledged

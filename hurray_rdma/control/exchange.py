@@ -1,4 +1,5 @@
-"""The private messages about a session and about the life of a transfer as values: SESSION, ABORT, QUIET, RENEW.
+"""The private messages about a session and about the life of a transfer as values: SESSION, ABORT, QUIET, RENEW,
+ENDED.
 
 This module knows what these messages may say, and checks it when one is made; so do, for the others, pools.py (POOL)
 and offers.py (OFFER, FETCH, RESERVE and what answers them). It knows neither bytes nor order.
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hurray_rdma.control.checks import MAX_NAME_CHARS, U32_MAX, at_most, between, seconds
 
-__all__ = ["MAX_QUIET_SESSIONS", "Abort", "Quiet", "Renew", "SessionMessage"]
+__all__ = ["MAX_DESCRIPTORS", "MAX_QUIET_SESSIONS", "Abort", "Ended", "Quiet", "Renew", "SessionMessage"]
 
 _MAX_TOKEN_CHARS = 4096
 _MAX_HOST_ID_NBYTES = 256
@@ -19,6 +20,8 @@ _MAX_ADDRESS_NBYTES = 32 * 1024
 _MAX_REASON_CHARS = 4096
 _MIN_SESSION_ID_NBYTES, _MAX_SESSION_ID_NBYTES = 16, 64
 MAX_QUIET_SESSIONS = 64
+MAX_DESCRIPTORS = 4096
+"""Of one snapshot. There is one for each role of each layer: a model of 128 layers has 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +80,20 @@ class Quiet:
 @dataclass(frozen=True, slots=True)
 class Renew:
     """RENEW (0xFA), from the client: this push or pull goes on, however long its next layer, or its reading, takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """ENDED (0xFC), from the client: these descriptors of a push are complete, all at once; as one TENSOR_DATA_END for
+    each would say it.
+
+    Raises:
+        ConfigError: there is none, or too many, or an index that no offer can have.
+    """
+
+    descriptor_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        between("len(descriptor_indices)", len(self.descriptor_indices), 1, MAX_DESCRIPTORS)
+        between("min(descriptor_indices)", min(self.descriptor_indices), 0, MAX_DESCRIPTORS - 1)
+        between("max(descriptor_indices)", max(self.descriptor_indices), 0, MAX_DESCRIPTORS - 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hurray_rdma.control.codes import Capability
-from hurray_rdma.control.exchange import Abort, Quiet, Renew, SessionMessage
+from hurray_rdma.control.exchange import Abort, Ended, Quiet, Renew, SessionMessage
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, Take
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import ProtocolError
@@ -174,5 +174,6 @@ Message: TypeAlias = (
     | Abort
     | Quiet
     | Renew
+    | Ended
     | Malformed
 )

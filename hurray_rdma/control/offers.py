@@ -23,10 +23,10 @@ from hurray_rdma.control.checks import (
     seconds,
     uint32,
 )
+from hurray_rdma.control.exchange import MAX_DESCRIPTORS
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError
 
 __all__ = [
-    "MAX_DESCRIPTORS",
     "MAX_GRANTED_PAGES",
     "Commit",
     "Fetch",
@@ -39,8 +39,6 @@ __all__ = [
     "Take",
 ]
 
-MAX_DESCRIPTORS = 4096
-"""Of one snapshot. There is one for each role of each layer: a model of 128 layers has 256."""
 MAX_GRANTED_PAGES = 4 * 1024 * 1024
 """Of one transfer. That no page is granted twice is found by sorting them, on the event loop."""
 

@@ -1,4 +1,4 @@
-"""Payloads of the private messages 0xF0..0xFB: MessagePack arrays of a fixed schema.
+"""Payloads of the private messages 0xF0..0xFC: MessagePack arrays of a fixed schema.
 
 This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
 (types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The length of
@@ -19,7 +19,15 @@ import numpy as np
 
 from hurray_rdma.control.checks import Uint8Array, Uint32Array
 from hurray_rdma.control.codes import ErrorCode, MessageType
-from hurray_rdma.control.exchange import MAX_QUIET_SESSIONS, Abort, Quiet, Renew, SessionMessage
+from hurray_rdma.control.exchange import (
+    MAX_DESCRIPTORS,
+    MAX_QUIET_SESSIONS,
+    Abort,
+    Ended,
+    Quiet,
+    Renew,
+    SessionMessage,
+)
 from hurray_rdma.control.messages import Message
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
 from hurray_rdma.control.pools import (
@@ -130,6 +138,10 @@ class _Abort(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     reason: str
 
 
+class _Ended(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    descriptor_indices: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_DESCRIPTORS)]
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _SESSION = msgspec.msgpack.Decoder(_Session)
 _POOL = msgspec.msgpack.Decoder(_Pool)
@@ -140,6 +152,7 @@ _GRANT = msgspec.msgpack.Decoder(_Grant)
 _TAKE = msgspec.msgpack.Decoder(_Take)
 _RESERVE = msgspec.msgpack.Decoder(_Reserve)
 _ABORT = msgspec.msgpack.Decoder(_Abort)
+_ENDED = msgspec.msgpack.Decoder(_Ended)
 
 
 def _u32_array(name: str, data: bytes) -> Uint32Array:
@@ -265,6 +278,10 @@ def _decode_abort(payload: memoryview) -> Message:
     return Abort(raw.code, raw.reason)
 
 
+def _decode_ended(payload: memoryview) -> Message:
+    return Ended(tuple(_u32_array("descriptor_indices", _ENDED.decode(payload).descriptor_indices).tolist()))
+
+
 def _decode_nothing(message: Quiet | Renew, payload: memoryview) -> Message:
     if len(payload):
         name = type(message).__name__.upper()
@@ -299,6 +316,7 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
     MessageType.COMMIT: _checked(_decode_commit),
     MessageType.RENEW: _checked(partial(_decode_nothing, Renew())),
     MessageType.TAKE: _checked(_decode_take),
+    MessageType.ENDED: _checked(_decode_ended),
 }
 """Payload decoder of each private message type; each raises :class:`ProtocolError` and nothing else."""
 
@@ -365,6 +383,10 @@ def _encode_reserve(reserve: Reserve) -> bytes:
     return _ENCODER.encode((*fields, float(reserve.deadline_s), reserve.lane, reserve.path))
 
 
+def _encode_ended(ended: Ended) -> bytes:
+    return _ENCODER.encode((np.array(ended.descriptor_indices, "<u4").tobytes(),))
+
+
 PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes | memoryview]]]] = {
     SessionMessage: (MessageType.SESSION, lambda m: [_encode_session(m)]),
     Pool: (MessageType.POOL, lambda m: [_encode_pool(m)]),
@@ -378,5 +400,6 @@ PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes 
     Reserve: (MessageType.RESERVE, lambda m: [_encode_reserve(m)]),
     Commit: (MessageType.COMMIT, lambda m: [_encode_offer(m.offer)]),
     Take: (MessageType.TAKE, lambda m: [_encode_take(m)]),
+    Ended: (MessageType.ENDED, lambda m: [_encode_ended(m)]),
 }
 """Type of each private message, and what makes its payload; elements in the order of the schemas above."""

@@ -32,7 +32,7 @@ from hurray_rdma.control.events import (
     Taken,
     TransferFailed,
 )
-from hurray_rdma.control.exchange import Abort, Quiet, Renew, SessionMessage
+from hurray_rdma.control.exchange import Abort, Ended, Quiet, Renew, SessionMessage
 from hurray_rdma.control.messages import (
     ClientHello,
     ErrorMessage,
@@ -303,6 +303,8 @@ class ServerSession(DataSession):
         match message, descriptor_index:
             case TensorDataEndMessage(), int(index):
                 self._hear_end(transfer, index, events)
+            case Ended(descriptor_indices=indices), None if transfer.kind is TransferKind.PUSH:
+                self._hear_ends(transfer, indices, events)
             case Take(), None if transfer.kind is TransferKind.PULL:
                 self._hear_take(transfer, message, events)
             case Commit(), None if transfer.kind is TransferKind.RESERVATION:
@@ -340,16 +342,25 @@ class ServerSession(DataSession):
         events.append(Quiesced(transfer.transfer_id))
 
     def _hear_end(self, transfer: Transfer, index: int, events: list[Event]) -> None:
-        pulls = transfer.kind is TransferKind.PULL
-        if transfer.state is TransferState.DONE:
-            if index == (0 if pulls else transfer.num_descriptors - 1):
+        if transfer.kind is TransferKind.PUSH:
+            self._hear_ends(transfer, (index,), events)
+        elif transfer.state is TransferState.DONE:
+            if index == 0:
                 self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
-        elif not pulls:
-            self._hear_data_end(transfer, index, events)
         elif self._book.hear(transfer, Step.LAST_END):
             if index or not transfer.all_ended:
                 raise ProtocolError("a reader ends on the stream after its own, and not before all was sent to it")
             events.append(AllEnded(transfer.transfer_id))
+
+    def _hear_ends(self, transfer: Transfer, indices: tuple[int, ...], events: list[Event]) -> None:
+        if max(indices) >= transfer.num_descriptors:
+            raise ProtocolError(
+                f"the offer has {transfer.num_descriptors} descriptors", field="descriptor_index", value=max(indices)
+            )
+        if transfer.state is not TransferState.DONE:
+            self._hear_data_end(transfer, indices, events)
+        elif transfer.num_descriptors - 1 in indices:
+            self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
 
     def _hear_take(self, transfer: Transfer, take: Take, events: list[Event]) -> None:
         if transfer.taken or not self._book.hear(transfer, Step.TAKE):

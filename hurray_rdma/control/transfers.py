@@ -42,7 +42,7 @@ class Transfer:
     state: TransferState = TransferState.OFFERED
     granted: bool = False
     ended: bytearray = field(init=False)
-    """1 per descriptor whose TENSOR_DATA_END passed; empty once the transfer has ended."""
+    """1 per descriptor whose end was told; empty once the transfer has ended."""
     num_ended: int = 0
     num_published: int = 0
     """Pull: descriptors of what was published."""
@@ -104,16 +104,21 @@ class Transfer:
         """Whether all of those have ended."""
         return self.num_ended == self.num_carried
 
-    def end_step(self, descriptor_index: int) -> Step | None:
-        """The step that the end of this descriptor is; None if it, or the whole transfer, ended before."""
-        if not self.is_open or self.ended[descriptor_index]:
-            return None
-        last = self.kind is TransferKind.PUSH and self.num_ended + 1 == self.num_descriptors
+    def not_ended(self, descriptor_indices: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that have not ended before, each once; none if the whole transfer has."""
+        if not self.is_open:
+            return ()
+        return tuple([index for index in dict.fromkeys(descriptor_indices) if not self.ended[index]])
+
+    def end_step(self, count: int) -> Step:
+        """The step that the end of so many more descriptors is."""
+        last = self.kind is TransferKind.PUSH and self.num_ended + count == self.num_descriptors
         return Step.LAST_END if last else Step.END
 
-    def mark_ended(self, descriptor_index: int) -> None:
-        self.ended[descriptor_index] = 1
-        self.num_ended += 1
+    def mark_ended(self, descriptor_indices: tuple[int, ...]) -> None:
+        for index in descriptor_indices:
+            self.ended[index] = 1
+        self.num_ended += len(descriptor_indices)
 
 
 class TransferBook:

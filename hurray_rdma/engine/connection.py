@@ -22,7 +22,7 @@ from hurray_rdma.control import (
     AllEnded,
     Channel,
     ClientSession,
-    DescriptorEnded,
+    DescriptorsEnded,
     Event,
     Granted,
     PeerInfo,
@@ -355,7 +355,7 @@ class Connection:
             ):
                 if transfer_id in self._exchanges:
                     self._exchanges[transfer_id].answered(answer)
-            case TensorData() | DescriptorEnded() | AllEnded():
+            case TensorData() | DescriptorsEnded() | AllEnded():
                 reader = self._exchanges.get(event.transfer_id)
                 if isinstance(reader, Fetching):
                     reader.hear_data(event)

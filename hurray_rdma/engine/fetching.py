@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import CacheSpec, Lease, PagePool, Snapshot
 from hurray_rdma.control import (
     AllEnded,
-    DescriptorEnded,
+    DescriptorsEnded,
     Fetch,
     Published,
     StaleGenerationError,
@@ -104,7 +104,7 @@ class Fetching(Exchange[Published]):
         self.fail(TransferAbortedError(f"the fetch of {self._key!r} was aborted here: {reason}"))
         await self._give_up(reason)
 
-    def hear_data(self, event: TensorData | DescriptorEnded | AllEnded) -> None:
+    def hear_data(self, event: TensorData | DescriptorsEnded | AllEnded) -> None:
         """Pages come in frames."""
         if self._taking is not None:
             self._taking.hear(event)

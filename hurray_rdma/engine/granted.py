@@ -107,8 +107,8 @@ class Granted:
         except HurrayError as error:
             self._fail_part(part, error)
 
-    def descriptor_ended(self, link: Link, transfer_id: int, index: int) -> None:
-        """All pages of one role of one layer are in place, says the sender."""
+    def descriptors_ended(self, link: Link, transfer_id: int, indices: tuple[int, ...]) -> None:
+        """All pages of these, each one role of one layer, are in place, says the sender."""
         part = self._parts.get((link, transfer_id))
         if part is None:
             return
@@ -117,18 +117,19 @@ class Granted:
             return
         if part.reach is Reach.FRAMES:
             try:
-                self._unpacker(part).finish(index)
+                for index in indices:
+                    self._unpacker(part).finish(index)
             except HurrayError as error:
                 self._fail_part(part, error)
                 return
-        self.visibility.then(partial(self._layer_ended, part, index), partial(self._fail_part, part))
+        self.visibility.then(partial(self._layers_ended, part, indices), partial(self._fail_part, part))
 
-    def _layer_ended(self, part: Part, index: int) -> None:
+    def _layers_ended(self, part: Part, indices: tuple[int, ...]) -> None:
         """They are there to be read, too."""
         if part.whole.arrival.state is ArrivalState.ARRIVING:
-            _, layer = part.offer.source.tensors[index]
-            first, last = part.offer.heads
-            part.whole.arrival.layer_ended(layer, num_heads=last - first)
+            tensors, (first, last) = part.offer.source.tensors, part.offer.heads
+            for index in indices:
+                part.whole.arrival.layer_ended(tensors[index][1], num_heads=last - first)
 
     def lease_renewed(self, link: Link, transfer_id: int) -> None:
         """The sender goes on: its next layer may still be computed. Not beyond the time that it gave the transfer."""

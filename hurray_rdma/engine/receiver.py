@@ -17,7 +17,7 @@ from hurray_rdma.control import (
     AbortRequested,
     AllEnded,
     Committed,
-    DescriptorEnded,
+    DescriptorsEnded,
     Event,
     LeaseRenewed,
     Offer,
@@ -195,8 +195,8 @@ class Receiver:
                 self._committed(link, transfer_id, offer)
             case TensorData():
                 self.granted.data(event, link)
-            case DescriptorEnded(transfer_id=transfer_id, descriptor_index=index):
-                self.granted.descriptor_ended(link, transfer_id, index)
+            case DescriptorsEnded(transfer_id=transfer_id, descriptor_indices=indices):
+                self.granted.descriptors_ended(link, transfer_id, indices)
             case LeaseRenewed(transfer_id=transfer_id):
                 self.granted.lease_renewed(link, transfer_id)
             case AllEnded(transfer_id=transfer_id):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, PagePool
-from hurray_rdma.control import AllEnded, DescriptorEnded, TensorData
+from hurray_rdma.control import AllEnded, DescriptorsEnded, TensorData
 from hurray_rdma.engine.frames import Unpacker
 from hurray_rdma.engine.mover import Moves
 from hurray_rdma.errors import DeadlineExceededError, HurrayError
@@ -40,7 +40,7 @@ class Taking:
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when everything is in place."""
 
-    def hear(self, event: TensorData | DescriptorEnded | AllEnded) -> None:
+    def hear(self, event: TensorData | DescriptorsEnded | AllEnded) -> None:
         """Takes what the source says; what is wrong with it fails ``whole``."""
         if self.whole.done():
             return
@@ -50,8 +50,9 @@ class Taking:
                 case TensorData(descriptor_index=index, offset_nbytes=offset, data=data):
                     count = self._unpacker.feed(index, offset, data)
                     self.moves.add(Moves(count, len(data), time.monotonic() - started))
-                case DescriptorEnded(descriptor_index=index):
-                    self._unpacker.finish(index)
+                case DescriptorsEnded(descriptor_indices=indices):
+                    for index in indices:
+                        self._unpacker.finish(index)
                 case AllEnded():
                     self.whole.set_result(None)
         except HurrayError as error:

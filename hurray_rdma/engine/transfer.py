@@ -245,8 +245,7 @@ class Transfer(Exchange[Grant]):
 
     def _ended(self, indices: list[int]) -> None:
         if self._error is None and self._transfer_id is not None:
-            for index in indices:
-                self._route.session.data_end(self._transfer_id, index, now=self._loop.time())
+            self._route.session.data_end(self._transfer_id, *indices, now=self._loop.time())
             self._route.notify()
 
     async def _finish(self) -> None:

@@ -8,13 +8,16 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hurray_rdma import CacheSpec, PagePool, Snapshot
+from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos import ChaosProxy
+from hurray_rdma.testing.chaos.faults import Direction
 from hurray_rdma.testing.chaos.guard import Guard
 from hurray_rdma.testing.chaos.judge import judge
 from hurray_rdma.testing.chaos.kinds import KINDS
@@ -203,6 +206,29 @@ def test_a_seed_draws_the_same_scenes_and_another_draws_others() -> None:
     assert scene.episodes[:10] == draw_scene(5, 3, num_episodes=10).episodes
     assert scene.episodes != draw_scene(6, 3, num_episodes=40).episodes
     assert scene.episodes != draw_scene(5, 4, num_episodes=40).episodes
+
+
+def test_the_end_that_is_spoiled_is_one_that_passes() -> None:
+    """With three layers of two roles: an ENDED for each layer, or in frames a TENSOR_DATA_END for each role of each."""
+    drawn: set[tuple[str, str]] = set()
+    for index in range(150):
+        scene = draw_scene(1, index, num_episodes=80)
+        for episode in scene.episodes:
+            spoil, (_, send) = episode.spoil, episode.sends[0]
+            if spoil is None or spoil.kind not in {MessageType.ENDED, MessageType.TENSOR_DATA_END}:
+                continue
+            drawn.add((spoil.kind.name, send.how))
+            if spoil.kind is MessageType.ENDED:
+                assert scene.cast.lane != "frames"
+                assert 1 <= spoil.nth <= (3 if send.how == "layers" else 1)
+                assert send.how in {"whole", "layers"}
+            else:
+                assert 1 <= spoil.nth <= (6 if scene.cast.lane == "frames" else 1)
+                # A reader says it once, its source or a sender in frames for each.
+                to_sender = spoil.direction is Direction.TO_CLIENT
+                assert (send.how == "fetch") == (to_sender or scene.cast.lane != "frames")
+    every = [*product(["ENDED"], ["whole", "layers"]), *product(["TENSOR_DATA_END"], ["fetch", "whole", "layers"])]
+    assert drawn == set(every)
 
 
 def test_every_kind_of_fault_is_drawn() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hurray_rdma.control.codes import Capability, ErrorCode
-from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Ended, Quiet, SessionMessage
 from hurray_rdma.control.framing import FrameDecoder, encode, encode_parts
 from hurray_rdma.control.messages import (
     ClientHello,
@@ -80,6 +80,8 @@ LITERAL: list[tuple[Message, int, str]] = [
     (RdmaReady(), 2, "0d000000 02000000 00000000"),
     (Quiet(), 2, "f5000000 02000000 00000000"),
     (Abort(0xF6, "why"), 2, "f4000000 02000000 07000000 92 ccf6 a3 776879"),
+    (Ended((7,)), 2, "fc000000 02000000 07000000 91 c404 07000000"),
+    (Ended((258, 0, 4095)), 2, "fc000000 02000000 0f000000 91 c40c 02010000 00000000 ff0f0000"),
     (
         Fetch(key="k", deadline_s=1.0, lane="cma", path="mapped"),
         2,
@@ -393,6 +395,20 @@ def test_a_page_granted_twice() -> None:
 
 
 @pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ((), r"len\(descriptor_indices\) = 0: must be 1 to 4096"),
+        ((0,) * 4097, r"len\(descriptor_indices\) = 4097: must be 1 to 4096"),
+        ((3, -1, 2), r"min\(descriptor_indices\) = -1: must be 0 to 4095"),
+        ((3, 4096, 2), r"max\(descriptor_indices\) = 4096: must be 0 to 4095"),
+    ],
+)
+def test_bad_ends_cannot_be_made(indices: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Ended(indices)
+
+
+@pytest.mark.parametrize(
     ("kind", "fields"),
     [
         (0xF0, ("name", "token", b"host", b"pid", b"address")),
@@ -461,6 +477,20 @@ def test_a_page_granted_twice() -> None:
         (0xFB, (16, 0, 8, "no")),
         (0xFB, (16.0, 0, 8, b"")),
         (0xFB, (16, 0, 8, b"", b"")),
+        (0xFC, (b"",)),
+        (0xFC, (bytes(3),)),
+        (0xFC, (bytes(5),)),
+        (0xFC, (bytes(4 * 4097),)),
+        (0xFC, (b"\x00\x10\0\0",)),  # 4096
+        (0xFC, (bytes(4) + b"\xff\xff\xff\xff",)),
+        (0xFC, ()),
+        (0xFC, (bytes(4), bytes(4))),
+        (0xFC, ([0, 1],)),
+        (0xFC, (0,)),
+        (0xFC, ("\0\0\0\0",)),
+        (0xFC, (None,)),
+        (0xFC, bytes(4)),
+        (0xFC, {"descriptor_indices": bytes(4)}),
         (0xF4, (2**32, "reason")),
         (0xF4, (1, "r" * 4097)),
     ],
@@ -486,7 +516,7 @@ def test_stream_0_is_reserved() -> None:
         decode_all(struct.pack("<III", 10, 0, 0))
 
 
-@pytest.mark.parametrize("kind", [0, 11 + 3, 0xEF, 0xFC, 0xFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("kind", [0, 11 + 3, 0xEF, 0xFD, 0xFF, 0xFFFFFFFF])
 def test_unknown_types_are_malformed_and_do_not_stop_the_stream(kind: int) -> None:
     data = struct.pack("<III", kind, 5, 3) + b"abc" + encode(Pong(), 1)
     (stream_id, message), rest = decode_all(data)
@@ -545,7 +575,7 @@ def test_any_bytes_give_messages_or_a_protocol_error(data: bytes) -> None:
 
 
 @settings(max_examples=600, deadline=None)
-@given(kind=st.sampled_from([*range(1, 14), *range(0xF0, 0xFC)]), payload=st.binary(max_size=200))
+@given(kind=st.sampled_from([*range(1, 14), *range(0xF0, 0xFD)]), payload=st.binary(max_size=200))
 def test_any_payload_of_each_type(kind: int, payload: bytes) -> None:
     message = decode_one(struct.pack("<III", kind, 2, len(payload)) + payload)
     assert not isinstance(message, Malformed) or isinstance(message.error, ProtocolError)
@@ -564,7 +594,7 @@ _VALUES = st.recursive(
 
 
 @settings(max_examples=200, deadline=None)
-@given(kind=st.integers(0xF0, 0xF9), value=_VALUES)
+@given(kind=st.integers(0xF0, 0xFC), value=_VALUES)
 def test_any_messagepack_value_as_private_payload(kind: int, value: object) -> None:
     payload = msgspec.msgpack.encode(value)
     message = decode_one(struct.pack("<III", kind, 2, len(payload)) + payload)
@@ -596,6 +626,7 @@ PRIVATE = [
     Take(page_size=16, head_offset=2, num_heads=4, resident=np.array([True, False])),
     Reserve(pool_id=1, generation=2, num_pages=3, deadline_s=1, lane="cma"),
     Commit(Offer(key="k", deadline_s=1, lane="cma", **ONE_PAGE)),  # type: ignore[arg-type]
+    Ended((3, 0, 2)),
 ]
 
 

@@ -41,7 +41,7 @@ from hurray_rdma.control import (
     TransferFailed,
 )
 from hurray_rdma.control.codes import ErrorCode
-from hurray_rdma.control.exchange import Abort, Quiet, SessionMessage
+from hurray_rdma.control.exchange import Abort, Ended, Quiet, SessionMessage
 from hurray_rdma.control.messages import (
     ClientHello,
     ErrorMessage,
@@ -62,6 +62,8 @@ LATE_S = 0.7
 LEASE_S = 3.0
 TICK_S = 0.05
 DATA = b"page bytes of one descriptor"
+GROUPS = {"whole": ((0, 1, 2, 3),), "layers": ((0, 1), (2, 3)), "backwards": ((3,), (2, 0), (1,))}
+"""Descriptors that end together, in these stories; in all others each ends by itself."""
 
 
 class Fault:
@@ -178,14 +180,15 @@ class Engines:
             self.touching = False
             assert client.commit(transfer_id, self.offer, now=now)
             return
-        for index in range(NUM_DESCRIPTORS):
-            if self.story == "frames":
+        groups = GROUPS.get(self.story, tuple((index,) for index in range(NUM_DESCRIPTORS)))
+        for group in groups:
+            for index in group if self.story == "frames" else ():
                 half = len(DATA) // 2
                 assert client.tensor_data(transfer_id, index, 0, DATA[:half], now=now)
                 assert client.tensor_data(transfer_id, index, half, DATA[half:], now=now)
-            if index == NUM_DESCRIPTORS - 1:
+            if group == groups[-1]:
                 self.touching = False
-            assert client.data_end(transfer_id, index, now=now)
+            assert client.data_end(transfer_id, *group, now=now)
 
     def quiet(self, transfer_id: int, outcome: object) -> None:
         self.touching = False
@@ -251,6 +254,12 @@ PUSH_KINDS: list[tuple[Side, type[Message]]] = [
     ("client", TensorDataEndMessage),
     ("server", TensorPutAck),
 ]
+ENDED_KINDS: list[tuple[Side, type[Message]]] = [
+    ("client", Offer),
+    ("server", Grant),
+    ("client", Ended),
+    ("server", TensorPutAck),
+]
 PULL_KINDS: list[tuple[Side, type[Message]]] = [
     ("client", Fetch),
     ("server", Published),
@@ -275,6 +284,9 @@ SERVER_ABORT: list[tuple[Side, type[Message]]] = [("server", Abort), ("client", 
 WAYS = {"push": PUSH_KINDS, "pull": PULL_KINDS, "ahead": AHEAD_KINDS}
 STORIES: dict[str, dict[str, list[tuple[Side, type[Message]]]]] = {
     "push": {"push": PUSH_KINDS},
+    "whole": {"push": ENDED_KINDS},
+    "layers": {"push": ENDED_KINDS},
+    "backwards": {"push": [*ENDED_KINDS, ("client", TensorDataEndMessage)]},
     "frames": {"push": [*PUSH_KINDS, ("client", TensorDataMessage)]},
     "fetch": {"pull": PULL_KINDS},
     "take": {"pull": TAKE_KINDS},
@@ -328,9 +340,10 @@ def test_one_spoilt_message_of_a_transfer(  # noqa: PLR0917 - the case, and what
     assert engines.num_returns <= 1
     # A server that never heard of the transfer has nothing to end.
     assert len(engines.server) == (0 if engines.asked_at is None else 1)
-    if story in ("push", "frames", "fetch", "take", "commit"):
+    if story in ("push", "whole", "layers", "backwards", "frames", "fetch", "take", "commit"):
         # An end or a commit is said until it is acknowledged, a question and its answer once; page bytes come in order.
-        fatal: dict[type[Message], tuple[str, ...]] = dict.fromkeys((TensorDataEndMessage, Commit, TensorPutAck), ())
+        said_again = (Ended, TensorDataEndMessage, Commit, TensorPutAck)
+        fatal: dict[type[Message], tuple[str, ...]] = dict.fromkeys(said_again, ())
         fatal[TensorDataMessage] = ("lost", "late", "swapped")
         assert (engines.client[0] == "done") == (how not in fatal.get(kind, ("lost",))), engines.client
     else:

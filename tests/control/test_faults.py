@@ -10,7 +10,7 @@ from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
     AllEnded,
-    DescriptorEnded,
+    DescriptorsEnded,
     Event,
     Grant,
     Granted,
@@ -29,7 +29,7 @@ from hurray_rdma.control import (
     error_from_code,
 )
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, PeerBusyError, StaleGenerationError
-from hurray_rdma.control.exchange import Abort, Quiet
+from hurray_rdma.control.exchange import Abort, Ended, Quiet
 from hurray_rdma.control.framing import FrameDecoder
 from hurray_rdma.control.messages import (
     ErrorMessage,
@@ -338,6 +338,11 @@ def test_calls_out_of_turn_raise_and_send_nothing(pair: ConnectionPair, offered:
         lambda: pair.client.data_end(offered, 1, now=0),
         lambda: pair.client.data_end(offered, 4, now=0),
         lambda: pair.client.data_end(offered, -1, now=0),
+        lambda: pair.client.data_end(offered, 0, 1, now=0),
+        lambda: pair.client.data_end(offered, 0, 4, now=0),
+        lambda: pair.client.data_end(offered, 2, -1, now=0),
+        lambda: pair.client.data_end(offered, 3, 0, 3, now=0),
+        lambda: pair.client.data_end(offered, now=0),
         lambda: pair.client.tensor_data(offered, 1, 0, b"x", now=0),
         lambda: pair.client.tensor_data(offered, 0, 1, b"x", now=0),
         lambda: pair.server.grant(offered, grant, now=0),
@@ -380,13 +385,12 @@ def test_ends_are_said_again_less_and_less_often(pair: ConnectionPair, granted: 
     times: list[float] = []
 
     def spoil(sender: Side, messages: list[tuple[int, Message]]) -> list[tuple[int, Message]]:
-        if any(isinstance(message, TensorDataEndMessage) for _, message in messages):
+        if any(isinstance(message, Ended) for _, message in messages):
             times.append(pair.now)
         return messages
 
     pair.spoil = spoil
-    for index in range(4):
-        pair.client.data_end(granted, index, now=pair.now)
+    assert pair.client.data_end(granted, 0, 1, 2, 3, now=pair.now)
     pair.settle()
     pair.advance(40)  # the receiver hears all of it, and its answer takes so long
     waits = np.diff(times)
@@ -457,7 +461,7 @@ def test_every_message_twice_is_harmless(pair: ConnectionPair, make_offer: MakeO
     for index in range(4):
         pair.client.data_end(transfer_id, index, now=pair.now)
     pair.settle()
-    assert kinds(pair.take("server")) == [TensorData] + [DescriptorEnded] * 4 + [AllEnded]
+    assert kinds(pair.take("server")) == [TensorData] + [DescriptorsEnded] * 4 + [AllEnded]
     pair.server.acknowledge(transfer_id, now=pair.now)
     pair.settle()
     assert pair.take("client") == [Acknowledged(transfer_id)]

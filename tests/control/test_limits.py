@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hurray_rdma.control.codes import MessageType
-from hurray_rdma.control.exchange import SessionMessage
+from hurray_rdma.control.exchange import Ended, SessionMessage
 from hurray_rdma.control.framing import FrameDecoder, encode
 from hurray_rdma.control.messages import ClientHello, Malformed, Message
 from hurray_rdma.control.offers import Grant, Offer, Reserve
@@ -73,6 +73,18 @@ def test_a_grant_has_at_most_4194304_pages() -> None:
         Grant(generation=3, page_ids=np.arange(4194305), lease_s=1)
     with pytest.raises(ConfigError, match="4194305: must be 1 to 4194304"):
         Reserve(pool_id=0, generation=0, num_pages=4194305, deadline_s=1)
+
+
+def test_an_ended_names_at_most_4096_descriptors() -> None:
+    most = Ended(tuple(range(4096)))
+    data = encode(most, 2)
+    assert decode_one(data) == most
+    payload = data[12:]
+    assert payload[:4] == b"\x91\xc5\x40\x00"  # MessagePack: an array of one element, 16384 bytes.
+    longer = payload[:2] + (4 * 4097).to_bytes(2, "big") + payload[4:] + bytes(4)
+    refused = decode_one(data[:8] + struct.pack("<I", len(longer)) + longer)
+    assert isinstance(refused, Malformed)
+    assert "length <= 16384" in str(refused.error)
 
 
 def test_messages_without_tables_or_data_have_at_most_64_kib() -> None:

@@ -5,7 +5,8 @@ from Granted or PublishedHeard until it ends all descriptors, or its read, or co
 checked after each step, and at the end that nothing stays open.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from hurray_rdma.control import (
     Acknowledged,
     AllEnded,
     Committed,
-    DescriptorEnded,
+    DescriptorsEnded,
     Event,
     Fetch,
     Fetched,
@@ -88,6 +89,8 @@ class Sent:
     """Its pages come in frames."""
     num_came: int = 0
     """Descriptors whose end came."""
+    to_end: set[int] = field(default_factory=lambda: set(range(NUM_DESCRIPTORS)))
+    """Descriptors of a push whose end was not said."""
     quiet_owed: bool = False
     outcome: str | None = None
 
@@ -101,10 +104,13 @@ class Received:
     waiting: bool = False
     num_sent: int | None = None
     """Descriptors that were sent in frames, once somebody takes them."""
+    ended: set[int] = field(default_factory=set)
+    """Descriptors of a push whose end was heard."""
     outcome: str | None = None
 
 
 class SessionMachine(RuleBasedStateMachine):
+    orders: ClassVar = st.permutations(range(NUM_DESCRIPTORS))
     spoilt: ClassVar = st.lists(st.sampled_from(["pass", "pass", "pass", "drop", "twice", "swap", "late"]), max_size=6)
 
     def __init__(self) -> None:
@@ -172,10 +178,10 @@ class SessionMachine(RuleBasedStateMachine):
                     assert not sent.may_touch
                     assert sent.outcome is None
                     sent.may_touch = True
-                case TensorData() | DescriptorEnded() | AllEnded():
+                case TensorData() | DescriptorsEnded() | AllEnded():
                     assert sent.taken
                     assert sent.may_touch
-                    sent.num_came += isinstance(event, DescriptorEnded)
+                    sent.num_came += len(event.descriptor_indices) if isinstance(event, DescriptorsEnded) else 0
                     assert isinstance(event, AllEnded) <= (sent.num_came == NUM_DESCRIPTORS)
                 case Refused():
                     assert not sent.may_touch
@@ -200,8 +206,12 @@ class SessionMachine(RuleBasedStateMachine):
                 continue
             received = self.received[event.transfer_id]  # type: ignore[union-attr]
             match event:
-                case DescriptorEnded():
+                case DescriptorsEnded(transfer_id, indices):
                     assert received.request is Offered
+                    assert len(set(indices)) == len(indices) > 0
+                    assert received.ended.isdisjoint(indices), "each ends once"
+                    assert self.sent[transfer_id].to_end.isdisjoint(indices)
+                    received.ended.update(indices)
                 case Taken(transfer_id):
                     assert received.holds_pages
                     assert received.num_sent is None
@@ -210,6 +220,7 @@ class SessionMachine(RuleBasedStateMachine):
                 case AllEnded(transfer_id) | Committed(transfer_id):
                     assert isinstance(event, Committed) == (received.request is Reserved)
                     assert self.sent[transfer_id].ended
+                    assert len(received.ended) == (NUM_DESCRIPTORS if received.request is Offered else 0)
                     if self.pair.server.acknowledge(transfer_id, now=self.pair.now):
                         received.holds_pages = False
                         self.conclude(received, "delivered")
@@ -292,9 +303,25 @@ class SessionMachine(RuleBasedStateMachine):
         """Whether its client may say that it has written, or read, all there is."""
         return sent.may_touch and (not sent.taken or sent.quiet_owed or sent.num_came == NUM_DESCRIPTORS)
 
+    @precondition(lambda self: any(s.may_touch and s.request is Offered for s in self.sent.values()))
+    @rule(which=st.integers(0, 11), some=st.sets(st.integers(0, NUM_DESCRIPTORS - 1), min_size=1), order=orders)
+    def end_some(self, which: int, some: set[int], order: Sequence[int]) -> None:
+        """Some of a push, together, but never the last that is left."""
+        transfer_id = self.pick([i for i, s in self.sent.items() if s.may_touch and s.request is Offered], which)
+        to_end = self.sent[transfer_id].to_end
+        ending = [index for index in order if index in some & to_end]
+        if ending and len(ending) < len(to_end):
+            self.say_ends(transfer_id, ending)
+
+    def say_ends(self, transfer_id: int, indices: Sequence[int]) -> None:
+        sent = self.sent[transfer_id]
+        assert self.pair.client.data_end(transfer_id, *indices, now=self.pair.now) == (not sent.quiet_owed)
+        if not sent.quiet_owed:
+            sent.to_end.difference_update(indices)
+
     @precondition(lambda self: any(map(self.may_end, self.sent.values())))
-    @rule(which=st.integers(0, 11))
-    def touch_all(self, which: int) -> None:
+    @rule(which=st.integers(0, 11), order=orders, together=st.integers(1, NUM_DESCRIPTORS))
+    def touch_all(self, which: int, order: Sequence[int] = range(NUM_DESCRIPTORS), together: int = 2) -> None:
         transfer_id = self.pick([i for i, s in self.sent.items() if self.may_end(s)], which)
         sent = self.sent[transfer_id]
         client, now = self.pair.client, self.pair.now
@@ -304,8 +331,9 @@ class SessionMachine(RuleBasedStateMachine):
             commit = Offer(key="k", deadline_s=1, **SNAPSHOT)  # type: ignore[arg-type]
             assert client.commit(transfer_id, commit, now=now) == (not sent.quiet_owed)
         else:
-            ended = [client.data_end(transfer_id, index, now=now) for index in range(NUM_DESCRIPTORS)]
-            assert ended == [not sent.quiet_owed] * NUM_DESCRIPTORS
+            ending = [index for index in order if index in sent.to_end]
+            for start in range(0, len(ending), together):
+                self.say_ends(transfer_id, ending[start : start + together])
         if not sent.quiet_owed:
             sent.ended, sent.may_touch = True, False
 

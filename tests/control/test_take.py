@@ -9,7 +9,7 @@ from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
     AllEnded,
-    DescriptorEnded,
+    DescriptorsEnded,
     Event,
     Fetch,
     Fetched,
@@ -96,7 +96,7 @@ def test_a_pull_in_frames_from_take_to_acknowledgement(pair: ConnectionPair, ans
         assert pair.server.data_end(answered, index, now=pair.now)
         pair.settle()
         *data, ended = [e for e in pair.take("client") if not isinstance(e, AllEnded)]
-        assert ended == DescriptorEnded(answered, index)
+        assert ended == DescriptorsEnded(answered, (index,))
         assert all(isinstance(event, TensorData) and event.descriptor_index == index for event in data)
         assert b"".join(bytes(event.data) for event in data if isinstance(event, TensorData)) == content
         assert [event.offset_nbytes for event in data if isinstance(event, TensorData)] == [0, 100, 599]
@@ -110,11 +110,23 @@ def test_a_pull_in_frames_from_take_to_acknowledgement(pair: ConnectionPair, ans
     assert pair.num_open("client") == pair.num_open("server") == 0
 
 
+def test_ends_that_are_said_together_are_one_message_each(pair: ConnectionPair, taken: int) -> None:
+    for index in range(NUM_DESCRIPTORS):
+        assert pair.server.tensor_data(taken, index, 0, b"page bytes", now=pair.now)
+    assert pair.server.data_end(taken, *range(NUM_DESCRIPTORS), now=pair.now)
+    heard = pair.client.receive(data := pair.server.data_to_send(), pair.now)
+    assert [frame for frame in messages(data) if not isinstance(frame[1], TensorDataMessage)] == [
+        (taken + 1 + index, TensorDataEndMessage()) for index in range(NUM_DESCRIPTORS)
+    ]
+    ends = [DescriptorsEnded(taken, (index,)) for index in range(NUM_DESCRIPTORS)]
+    assert heard[NUM_DESCRIPTORS:] == [*ends, AllEnded(taken)]
+
+
 def test_the_last_end_tells_that_all_came(pair: ConnectionPair, taken: int) -> None:
     send_all(pair, taken)
     pair.settle()
     heard = pair.take("client")
-    assert kinds(heard) == [TensorData, DescriptorEnded] * NUM_DESCRIPTORS + [AllEnded]
+    assert kinds(heard) == [TensorData, DescriptorsEnded] * NUM_DESCRIPTORS + [AllEnded]
 
 
 def test_a_pull_keeps_the_streams_that_its_fetch_says(
@@ -147,7 +159,7 @@ def test_an_end_that_was_lost_alone_costs_two_heartbeats(pair: ConnectionPair, t
     pair.spoil = None
     assert kinds(pair.take("client")) == [TensorData] * NUM_DESCRIPTORS
     pair.advance(0.6)
-    assert kinds(pair.take("client")) == [DescriptorEnded] * NUM_DESCRIPTORS + [AllEnded]
+    assert kinds(pair.take("client")) == [DescriptorsEnded] * NUM_DESCRIPTORS + [AllEnded]
     assert pair.client.read_end(taken, now=pair.now)
     pair.settle()
     assert pair.take("server") == [AllEnded(taken)]
@@ -258,7 +270,7 @@ def test_frames_of_more_descriptors_than_were_published_fail_the_fetch(
 def test_frames_that_come_again_are_heard_once(pair: ConnectionPair, taken: int) -> None:
     data = encode(TensorDataMessage(offset_nbytes=0, data=b"page bytes"), taken + 1)
     end = encode(TensorDataEndMessage(), taken + 1)
-    assert kinds(pair.client.receive(data + data + end + data + end, pair.now)) == [TensorData, DescriptorEnded]
+    assert kinds(pair.client.receive(data + data + end + data + end, pair.now)) == [TensorData, DescriptorsEnded]
 
 
 @pytest.mark.parametrize("num_sent", [0, 3])

@@ -8,7 +8,7 @@ import pytest
 from hurray_rdma.control import (
     Acknowledged,
     AllEnded,
-    DescriptorEnded,
+    DescriptorsEnded,
     Fetch,
     Fetched,
     Grant,
@@ -121,7 +121,7 @@ def test_happy_path(pair: ConnectionPair, make_offer: Callable[..., Offer], gran
     for index in (2, 0, 3, 1):
         assert pair.client.data_end(transfer_id, index, now=pair.now)
         pair.settle()
-        expected: list[object] = [DescriptorEnded(transfer_id, index)]
+        expected: list[object] = [DescriptorsEnded(transfer_id, (index,))]
         assert pair.take("server") == expected + ([AllEnded(transfer_id)] if index == 1 else [])
     assert pair.server.acknowledge(transfer_id, now=pair.now)
     pair.settle()

@@ -20,7 +20,7 @@ from hurray_rdma.control import (
     TransferFailed,
 )
 from hurray_rdma.control.codes import ErrorCode, PeerBusyError
-from hurray_rdma.control.exchange import Abort, Quiet
+from hurray_rdma.control.exchange import Abort, Ended, Quiet
 from hurray_rdma.control.framing import FrameDecoder, encode
 from hurray_rdma.control.messages import ErrorMessage, Message, Ping, Pong, TensorDataEndMessage
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve
@@ -113,12 +113,14 @@ def test_broken_transfers_that_nobody_reads_of_end_the_session(pair: ConnectionP
     assert len(pair.server.data_to_send()) <= MAX_REPLIES_NBYTES + LAST_WORDS_NBYTES
 
 
-def test_acknowledgements_that_nobody_reads_end_the_session(pair: ConnectionPair, granted: int) -> None:
+@pytest.mark.parametrize("by_one", [True, False])
+def test_acknowledgements_that_nobody_reads_end_the_session(pair: ConnectionPair, granted: int, by_one: bool) -> None:
     for index in range(4):
         pair.client.data_end(granted, index, now=pair.now)
     pair.settle()
     pair.server.acknowledge(granted, now=pair.now)
-    again = encode(TensorDataEndMessage(), granted + 4)  # The last one again: it is acknowledged again, in 12 bytes.
+    # The last one again: it is acknowledged again, in 12 bytes.
+    again = encode(TensorDataEndMessage(), granted + 4) if by_one else encode(Ended((3,)), granted)
     limit = MAX_REPLIES_NBYTES // 12
     assert to_server(pair, again * (limit - 1)) == []
     (closed,) = to_server(pair, again)
@@ -181,11 +183,15 @@ def test_ends_and_commits_are_not_repeated_while_they_are_unsent(
             assert pair.client.handle_timeout(pair.now) == []
 
     wait(10)
-    unsent = [type(message) for message in decode(pair.client.data_to_send())]
-    assert (unsent.count(TensorDataEndMessage), unsent.count(Commit)) == (4, 1)
-    wait(0.6)
-    repeated = [type(message) for message in decode(pair.client.data_to_send())]
-    assert (repeated.count(TensorDataEndMessage), repeated.count(Commit)) == (4, 1)
+    unsent = decode(pair.client.data_to_send())
+    assert unsent.count(TensorDataEndMessage()) == 4
+    assert [type(message) for message in unsent].count(Ended) == 0
+    assert [type(message) for message in unsent].count(Commit) == 1
+    wait(0.6)  # Said again it is one message, however the ends were said at first.
+    repeated = decode(pair.client.data_to_send())
+    assert repeated.count(TensorDataEndMessage()) == 0
+    assert [message for message in repeated if isinstance(message, Ended)] == [Ended((0, 1, 2, 3))]
+    assert [type(message) for message in repeated].count(Commit) == 1
 
 
 # Long answers.

@@ -34,7 +34,7 @@ class Traffic(ChaosProxy):
         self._counting = [
             self.arm(Rule(action=Action.DROP, kind=kind, direction=direction, nth=NEVER))
             for direction, kinds in {
-                Direction.TO_SERVER: ("OFFER", "TENSOR_DATA_END", "RESERVE", "COMMIT", "ABORT", "QUIET"),
+                Direction.TO_SERVER: ("OFFER", "TENSOR_DATA_END", "ENDED", "RESERVE", "COMMIT", "ABORT", "QUIET"),
                 Direction.TO_CLIENT: ("GRANT", "TENSOR_PUT_ACK", "ABORT", "ERROR"),
             }.items()
             for kind in map(MessageType.__getitem__, kinds)

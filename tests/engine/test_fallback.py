@@ -335,7 +335,9 @@ NBYTES = 9 * SPEC.page_nbytes  # of one descriptor of TABLES
 
 @pytest.mark.parametrize("path", ["frames", "put"])
 @pytest.mark.parametrize("says_quiet", [True, False], ids=["quiet", "mute"])
-@pytest.mark.parametrize("fault", ["one byte too many", "far too many", "one byte too few", "no bytes at all"])
+@pytest.mark.parametrize(
+    "fault", ["one byte too many", "far too many", "one byte too few", "none of one of two", "no bytes at all"]
+)
 def test_wrong_amounts_of_page_data_fail_the_transfer_and_harm_nobody(fault: str, says_quiet: bool, path: str) -> None:
     async def job() -> None:
         with PagePool.allocate(SPEC, 64) as pool:
@@ -354,8 +356,10 @@ def test_wrong_amounts_of_page_data_fail_the_transfer_and_harm_nobody(fault: str
                     hand.do("tensor_data", transfer_id, 0, 0, memoryview(bytes(8 << 20)))
                 elif fault == "one byte too few":
                     hand.do("tensor_data", transfer_id, 0, 0, memoryview(bytes(NBYTES - 1)))
+                elif fault == "none of one of two":
+                    hand.do("tensor_data", transfer_id, 0, 0, memoryview(bytes(NBYTES)))
                 if path == "frames" or fault == "no bytes at all":
-                    hand.do("data_end", transfer_id, 0)
+                    hand.do("data_end", transfer_id, *((0, 1) if fault == "none of one of two" else (0,)))
                 if fault == "no bytes at all" and path == "put":
                     hand.do("abort", transfer_id, 0xF0, "by hand")  # nothing is wrong with that
                     hand.do("quiet", transfer_id)
@@ -375,7 +379,8 @@ def test_wrong_amounts_of_page_data_fail_the_transfer_and_harm_nobody(fault: str
     run(job())
 
 
-def test_page_data_by_hand_arrives_whole_in_any_cut() -> None:
+@pytest.mark.parametrize("ends", ["each by itself", "together"])
+def test_page_data_by_hand_arrives_whole_in_any_cut(ends: str) -> None:
     async def job() -> None:
         random = np.random.default_rng(3)
         with PagePool.allocate(SPEC, 64) as pool:
@@ -392,7 +397,10 @@ def test_page_data_by_hand_arrives_whole_in_any_cut() -> None:
                         if end > start:
                             data = content[tensor][start:end].data
                             hand.do("tensor_data", transfer_id, index, start, data)
-                    hand.do("data_end", transfer_id, index)
+                    if ends == "each by itself":
+                        hand.do("data_end", transfer_id, index)
+                if ends == "together":
+                    hand.do("data_end", transfer_id, *range(len(SPEC.tensors)))
                 await hand.expect(Acknowledged)
                 received = await arrival.snapshot()
                 # Each physical page once, ascending by the sender's page ID, in the order of the grant.

@@ -500,7 +500,7 @@ def test_layers_are_there_when_they_have_been_flushed_and_the_loop_goes_on_meanw
             await transfer.send_layer(1)
             ending = asyncio.create_task(transfer.__aexit__(None, None, None))
             (of_pool,) = receiver._reception._receivers.values()  # type: ignore[union-attr]
-            await until(lambda: len(of_pool.granted.visibility._steps) == 3)  # two roles, and the end
+            await until(lambda: len(of_pool.granted.visibility._steps) == 2)  # the layer, and the end
             gpu.begun[0].set()
             await arrival.wait_layer(0)
             await until(lambda: len(gpu.begun) == 2)

@@ -13,7 +13,7 @@ import pytest
 
 from hurray_rdma import Engine, PeerLostError, TransferAbortedError, TransportError
 from hurray_rdma.control import Acknowledged, Granted, Message, encode
-from hurray_rdma.control.exchange import Abort, Quiet
+from hurray_rdma.control.exchange import Abort, Ended, Quiet
 from hurray_rdma.control.messages import TensorDataEndMessage
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, RemoteMemory, default_context
@@ -120,10 +120,11 @@ def test_completions_that_are_late_repeated_or_of_nothing_are_harmless() -> None
                     for _ in range(2):
                         for index in range(num):
                             say(hand, transfer_id + 1 + index, TensorDataEndMessage())
+                        say(hand, transfer_id, Ended(tuple(range(num))))
                         say(hand, transfer_id, Quiet())
                         say(hand, transfer_id, Abort(0xF0, "too late"))
                 for stream_id in (7777, 2**32 - 1):
-                    for message in (TensorDataEndMessage(), Quiet(), Abort(0xF0, "of nothing")):
+                    for message in (TensorDataEndMessage(), Ended((0, 1)), Quiet(), Abort(0xF0, "of nothing")):
                         say(hand, stream_id, message)
 
                 again = hand.offer(snapshot, key="again")  # the session lives, and has heard all of that before

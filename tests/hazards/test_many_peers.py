@@ -36,10 +36,10 @@ CONNECT = {
 SEND = {
     "OFFER to receiver": 1,
     "GRANT to sender": 1,
-    "TENSOR_DATA_END to receiver": 6,  # one for each role of each of three layers
+    "ENDED to receiver": 1,  # every role of each of three layers is in it: so few pages are written in one call
     "TENSOR_PUT_ACK to sender": 1,
 }
-SAID_AGAIN = ("TENSOR_DATA_END to receiver", "TENSOR_PUT_ACK to sender")
+SAID_AGAIN = ("ENDED to receiver", "TENSOR_PUT_ACK to sender")
 """More of these pass where answers take half a second, the fewer the longer they take."""
 IN_TIME = ("PING", "PONG")
 """How many of these pass depends on time."""

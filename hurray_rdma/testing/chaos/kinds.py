@@ -7,7 +7,7 @@ from typing import Literal
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
 
-__all__ = ["BLOWS", "KINDS", "MESSAGES", "ONLY_AHEAD", "ONLY_IN_FRAMES"]
+__all__ = ["BLOWS", "IN_FRAMES", "KINDS", "MESSAGES", "NEVER_IN_FRAMES", "ONLY_AHEAD", "ONLY_IN_FRAMES"]
 
 Carrier = Literal["send", "whole", "ahead", "fetch", "slow", "sender aborts", "receiver aborts", "too large", "connect"]
 """What makes a message of some kind come by."""
@@ -22,7 +22,8 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_S, MessageType.OFFER): "send",
     (_C, MessageType.GRANT): "send",
     (_S, MessageType.TENSOR_DATA): "send",
-    (_S, MessageType.TENSOR_DATA_END): "send",
+    (_S, MessageType.TENSOR_DATA_END): "fetch",
+    (_S, MessageType.ENDED): "send",
     (_C, MessageType.TENSOR_PUT_ACK): "send",
     (_S, MessageType.RESERVE): "whole",
     (_S, MessageType.COMMIT): "ahead",
@@ -43,6 +44,9 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
 }
 """Every message that passes in a session, and what brings it about."""
 
+IN_FRAMES: dict[tuple[Direction, MessageType], Carrier] = {(_S, MessageType.TENSOR_DATA_END): "send"}
+"""What does so where pages travel on the control channel: there each descriptor of a send ends by itself."""
+
 ONLY_IN_FRAMES = {
     (_S, MessageType.TENSOR_DATA),
     (_S, MessageType.TAKE),
@@ -50,6 +54,9 @@ ONLY_IN_FRAMES = {
     (_C, MessageType.TENSOR_DATA_END),
 }
 """Pass where pages travel on the control channel."""
+
+NEVER_IN_FRAMES = {(_S, MessageType.ENDED)}
+"""Passes where pages are written, those of a layer together; in frames only as ends that are said again."""
 
 ONLY_AHEAD = {(_S, MessageType.RESERVE), (_S, MessageType.COMMIT)}
 """Pass where the receiver grants pages ahead to all of its senders."""

@@ -12,9 +12,9 @@ from typing import Literal
 
 from hurray_rdma.control.codes import MessageType
 from hurray_rdma.testing.chaos.faults import Action, Direction
-from hurray_rdma.testing.chaos.kinds import BLOWS, MESSAGES, ONLY_AHEAD, ONLY_IN_FRAMES
+from hurray_rdma.testing.chaos.kinds import BLOWS, IN_FRAMES, MESSAGES, NEVER_IN_FRAMES, ONLY_AHEAD, ONLY_IN_FRAMES
 from hurray_rdma.testing.chaos.recipe import Receipt, Recipe
-from hurray_rdma.testing.chaos.words import How, Lane, Send, Size
+from hurray_rdma.testing.chaos.words import SIZES, How, Lane, Send, Size
 
 __all__ = ["LEASE_S", "PEER_S", "SEND_S", "TIMEOUT_S", "Blow", "Cast", "Episode", "ScenePlan", "Spoil", "draw_scene"]
 
@@ -172,20 +172,24 @@ class _Drawer:
         return self._send("fetch", hold_s=round(self._dice.uniform(0.3, 1.0), 3), num_pages=self._dice.randint(1, 3))
 
     def _spoiled(self, struck: int) -> Episode:
-        dice = self._dice
-        never = set() if self._cast.lane == "frames" else set(ONLY_IN_FRAMES)
+        dice, spec, frames = self._dice, SIZES[self._cast.size], self._cast.lane == "frames"
+        never = set(NEVER_IN_FRAMES if frames else ONLY_IN_FRAMES)
         if not self._cast.ahead_for_all:
             never |= ONLY_AHEAD
         passing = [each for each in MESSAGES if each not in never]
         direction, kind = dice.choice(passing)
-        carrier = MESSAGES[direction, kind]
+        carrier = (IN_FRAMES if frames else {}).get((direction, kind), MESSAGES[direction, kind])
         action = dice.choice(tuple(Action))
-        many = kind in (MessageType.TENSOR_DATA, MessageType.TENSOR_DATA_END)
+        most = 1  # of the kind pass, for sure
+        if kind is MessageType.ENDED:
+            most = spec.num_layers
+        elif frames and kind in (MessageType.TENSOR_DATA, MessageType.TENSOR_DATA_END):
+            most = len(spec.tensors)
         spoil = Spoil(
             action=action,
             kind=kind,
             direction=direction,
-            nth=dice.randint(1, 6) if many else 1,
+            nth=dice.randint(1, most),
             seconds=round(dice.choice((dice.uniform(0.01, 0.3), dice.uniform(0.3, 1.0), dice.uniform(1.0, 2.5))), 3),
             keep_nbytes=dice.choice((0, dice.randint(1, 11), 12, dice.randint(13, 200))),
         )
@@ -206,7 +210,10 @@ class _Drawer:
             case "slow":
                 send = self._send("layers", pause_s=pause_s)
             case _:
-                send = self._send(dice.choice(("whole", "layers")), pause_s=pause_s)
+                hows: tuple[How, ...] = ("whole", "layers")
+                if kind is MessageType.ENDED and spoil.nth > 1:
+                    hows = ("layers",)  # else all end together
+                send = self._send(dice.choice(hows), pause_s=pause_s)
         label = f"{action.value} {kind.name} {direction.value}"
         return Episode(
             label,
