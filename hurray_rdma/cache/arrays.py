@@ -92,8 +92,10 @@ def device_arrays(spec: CacheSpec, num_pages: int, *, device: str) -> dict[Part,
         with cupy.cuda.Device(index):
             # Not from CuPy's pool, whose blocks share an allocation with whatever else: an rkey may cover all of one.
             memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(sum(sizes)), 0)
-            memory.memset(0, sum(sizes))
-            cupy.cuda.get_current_stream().synchronize()
+            # Done before anybody writes there, on a stream that waits for no other: not the default, nor the caller's.
+            stream = cupy.cuda.Stream(non_blocking=True)
+            memory.memset_async(0, sum(sizes), stream)
+            stream.synchronize()
             arrays: dict[Part, dict[str, list[Any]]] = {}
             offset = 0
             for (part, role), shape, dtype, size in zip(places, shapes, dtypes, sizes, strict=True):

@@ -107,8 +107,9 @@ class Context:
         return Gates(self.driver)
 
     def of_any_device(self) -> AbstractContextManager[None]:
-        """While this thread asks CUDA for what needs a context, whichever: that of a device in use, else the first."""
-        return self.driver.current(0 if self._device_index is None else self._device_index)
+        """While this thread asks CUDA for what needs a context, whichever: that of a device in use, if one is."""
+        index = self._device_index
+        return self.driver.current(self.driver.active_device() if index is None else index)
 
     def in_use(self) -> AbstractContextManager[None]:
         """While this thread progresses a worker: CUDA has a context if any device is in use."""

@@ -108,6 +108,9 @@ class Driver(Protocol):
         """The device's primary context is this thread's current one meanwhile, and no call of its breaks a capture of a
         graph that another thread has begun."""
 
+    def active_device(self) -> int:
+        """A device that is in use in this process, the first if there is none: a context of its own costs memory."""
+
     def adopt(self, device_index: int) -> None:
         """The same for the rest of this thread's life."""
 
@@ -233,7 +236,9 @@ class CudaDriver:
 
     def _context(self, device_index: int) -> c_void_p:
         """The primary context, which CuPy and torch use, too; retained until the process ends."""
-        with self._lock:
+        if (known := self._contexts.get(device_index)) is not None:
+            return known
+        with self._lock:  # CUDA takes its time to make one
             if device_index not in self._contexts:
                 context = c_void_p()
                 self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device(device_index))
@@ -251,6 +256,15 @@ class CudaDriver:
                 self._exchange_capture_mode(mode)
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
+
+    def active_device(self) -> int:
+        flags, active = c_uint(), c_int()
+        for index in range(self.num_devices):
+            device = self._device(index)
+            self._call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
+            if active.value:
+                return index
+        return 0
 
     def adopt(self, device_index: int) -> None:
         self._call("cuCtxSetCurrent", self._context(device_index))

@@ -351,7 +351,7 @@ def test_nothing_is_left_of_waits_that_are_over(driver: RecordedDriver, source: 
             async with peer.begin(snapshot_of(source, [3, 1])) as transfer:
                 arrival = await first(receiver)
                 await wait(arrival, 0, timeout_s=1000)
-                await wait(arrival, 1, timeout_s=0.01)
+                await wait(arrival, 1, timeout_s=0.5)
                 (timer,) = arrival._gates[0].values()
                 await until(lambda: words(driver)[1] == (1, 1))
                 assert not arrival._gates[1], "its time is up"
@@ -376,7 +376,7 @@ def test_a_stream_goes_on_when_the_arrival_fails_or_takes_too_long(
             transfer = peer.begin(snapshot_of(source, [3, 1]))
             await transfer.__aenter__()
             arrival = await first(receiver)
-            await wait(arrival, 0, timeout_s=0.05)
+            await wait(arrival, 0, timeout_s=0.5)
             await wait(arrival, 0)
             await until(lambda: words(driver)[0] == (1, 1))
             assert words(driver)[1] == (0, 1)

@@ -30,6 +30,8 @@ class RecordedDriver:
     contexts: threading.local = field(default_factory=threading.local)
     zeros: list[ctypes.Array[ctypes.c_ubyte]] = field(default_factory=list)
     """Memory of the host, in the place of a device's."""
+    active: int = 0
+    """A device that the process uses already."""
     asked: int = 0
     flushed_waits: int = 0
     """Waits after which remote writes are visible to the stream."""
@@ -57,6 +59,9 @@ class RecordedDriver:
             yield
         finally:
             self.context.pop()
+
+    def active_device(self) -> int:
+        return self.active
 
     def adopt(self, device_index: int) -> None:
         self.calls.append(("adopt", device_index))

@@ -264,3 +264,15 @@ def test_a_pool_of_a_gpu_begins_ucx_for_that_one(monkeypatch: pytest.MonkeyPatch
         PagePool.from_arrays(SPEC, on_gpu)
     PagePool.allocate(SPEC, 4).close()
     assert asked == [5, None]
+
+
+def test_memory_is_pinned_in_the_context_of_a_gpu_that_is_in_use(
+    driver: RecordedDriver, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    monkeypatch.setattr(driver, "pin", lambda *_: seen.append(list(driver.context)))
+    driver.active = 2
+    context.allocate(4096, pinned=True).close()
+    context._adopt(5)
+    context.allocate(4096, pinned=True).close()
+    assert seen == [[2], [5]]

@@ -93,9 +93,12 @@ cdef class Memory:
         """The packed remote key (``ucp_rkey_pack``): whoever holds it and the address may read and write the memory."""
         cdef void *buffer
         cdef size_t size
+        cdef ucs_status_t status
         if self.handle == NULL:
             raise ValueError("pack_rkey of closed memory")
-        check("ucp_rkey_pack", ucp_rkey_pack(self.context, self.handle, &buffer, &size))
+        with nogil:
+            status = ucp_rkey_pack(self.context, self.handle, &buffer, &size)
+        check("ucp_rkey_pack", status)
         try:
             return (<char *>buffer)[:size]
         finally:
@@ -142,10 +145,12 @@ cdef class Memory:
 
     cdef _unmap_if_unused(self):
         cdef ucs_status_t status
+        cdef ucp_mem_h handle
         if not self.closing or self.exports > 0 or self.handle == NULL:
             return
-        status = ucp_mem_unmap(self.context, self.handle)
-        self.handle = NULL
+        handle, self.handle = self.handle, NULL
+        with nogil:
+            status = ucp_mem_unmap(self.context, handle)
         self.owners = None
         check("ucp_mem_unmap", status)
 
@@ -330,7 +335,8 @@ cdef class RemoteKey:
         cdef ucs_status_t status
         if endpoint.handle == 0:
             raise ValueError("remote key for a closed endpoint")
-        status = ucp_ep_rkey_unpack(endpoint.handle_, &packed[0], &self.handle)
+        with nogil:  # CUDA may take its time to map what the key is of
+            status = ucp_ep_rkey_unpack(endpoint.handle_, &packed[0], &self.handle)
         if status != UCS_OK:
             self.handle = NULL
         check("ucp_ep_rkey_unpack", status)
