@@ -25,7 +25,7 @@ from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.mover import Mover, Moves
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
 from hurray_rdma.format import Dialect
 from hurray_rdma.plan import TransferPlan
 from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
@@ -280,12 +280,26 @@ class Exchange(ABC, Generic[Answer]):
             # Not the application: the exchange ended before a thread was free for the work.
             raise self._error or TransferAbortedError(f"the transfer of {self._key!r} has ended") from None
         except HurrayError as error:
+            if isinstance(error, TransportError):
+                await self._look_whether_alive()
             self.fail(error)
-            # Posting stops for a reason: an abort or a lost peer tells more than "stopped".
+            # Posting stops for a reason: an abort or a lost peer tells more than "stopped", or than UCX.
             raise self._error or error from error
         finally:
             if moving.done():
                 del self._jobs[moving]
+
+    async def _look_whether_alive(self) -> None:
+        """UCX failed: because the peer is gone, maybe, which the session is about to tell. It is not if the peer still
+        speaks a heartbeat later."""
+        session = self._route.session
+        heartbeat_s = session.config.heartbeat_s
+        long_enough = self._loop.time() + heartbeat_s
+        while (left_s := self._deadline - time.monotonic()) > 0 and not self._acknowledged.done():
+            now = self._loop.time()
+            if now - session.silent_s(now) > long_enough:
+                return
+            await asyncio.wait((self._acknowledged,), timeout=min(left_s, heartbeat_s))
 
     def _late(self) -> HurrayError:
         """Why time is up: a lease that ran out at the peer is a `TimeoutError`, too."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
+from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -173,6 +175,48 @@ def failing_sender(connection: Connection, address: str, lane: str, at: int) -> 
                 connection.send(digest(sent))
 
     asyncio.run(job())
+
+
+@pytest.mark.parametrize("way", ["send", "fetch"])
+def test_a_peer_whose_death_ucx_notices_first_is_lost_all_the_same(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over tcp a killed peer was a `TransportError` or a `PeerLostError`, as it happened."""
+    failed, name = threading.Event(), "write" if way == "send" else "read"
+    works = getattr(RemoteMemory, name)
+
+    def fails_once(self: RemoteMemory, *args: Any, **plan: Any) -> Any:
+        if failed.is_set():
+            return works(self, *args, **plan)
+        failed.set()
+        raise TransportError("put failed: Input/output error", status=-3)
+
+    async def job() -> None:
+        context = Context({"TLS": "tcp"})
+        with make_pool(SPEC, 8, context=context) as pool, make_pool(SPEC, 8, context=context) as source:
+            fill(source, 1)
+            async with (
+                Engine(pool, listen="127.0.0.1:0", peer_timeout_s=60) as engine,  # a heartbeat every 3 s
+                Engine(source, peer_timeout_s=60) as sender,
+                sender.connect(engine.address) as peer,
+            ):
+                engine.publish("it", snapshot_of(pool, [1, 3]))
+                monkeypatch.setattr(RemoteMemory, name, fails_once)
+                work: Coroutine[Any, Any, Any] = (
+                    peer.send(snapshot_of(source, [1, 3])) if way == "send" else peer.fetch("it")
+                )
+                moving = asyncio.create_task(work)
+                await eventually(failed.is_set)
+                await asyncio.wait({moving}, timeout=0.2)  # had it not waited for the session's word, it would be over
+                assert engine._reception is not None
+                for channel in list(engine._reception._links.values()):
+                    channel.abort()
+                if way == "send":
+                    with pytest.raises(PeerLostError):
+                        await moving
+                else:  # it is asked for again, over a new session: nothing had come of it
+                    with await moving as snapshot:
+                        assert snapshot.total_tokens == 2 * SPEC.page_size
+
+    run(job())
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -23,7 +23,6 @@ from hurray_rdma import (
     PagePool,
     PeerLostError,
     TransferAbortedError,
-    TransportError,
 )
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, RemoteMemory, StopFlag, default_context
@@ -180,7 +179,8 @@ def sender_that_halts_its_peer(
                     interrupt_writes(lambda: os.kill(peer_pid, number))
                     started = time.monotonic()
                     try:
-                        await peer.send(snapshot_of(pool, list(range(0, 512, 2))), timeout_s=0.8)
+                        timeout_s = 0.8 if number == signal.SIGSTOP else 10
+                        await peer.send(snapshot_of(pool, list(range(0, 512, 2))), timeout_s=timeout_s)
                     except HurrayError as error:
                         connection.send((type(error), time.monotonic() - started))
                     else:
@@ -201,7 +201,8 @@ def test_sender_survives_a_receiver_halted_in_mid_transfer(lane: str, number: si
         address = target.receive()
         with Child(sender_that_halts_its_peer, address, lane, target.pid, number) as child:
             kind, seconds = child.receive()
-            assert kind in (PeerLostError, DeadlineExceededError, TransportError, TransferAbortedError), kind
+            # Whoever notices a death first, UCX or the control channel, it is one error.
+            assert kind in ([DeadlineExceededError] if number == signal.SIGSTOP else [PeerLostError]), kind
             assert seconds < 5
             target.signal(signal.SIGKILL)  # closing to one that stays stopped over tcp takes UCX some seconds more
             child.send("go on")
