@@ -81,7 +81,7 @@ class Channel(asyncio.BufferedProtocol):
         self.peer_address = Address(host, port)
         self.notify()
         if self._early:
-            self._hear(self.session.receive(self._early, self.now))
+            self.hear(self.session.receive(self._early, self.now))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         # A peer that says nothing but short messages has no more of a turn of the loop than this.
@@ -92,11 +92,11 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is None:
             self._early += data
         elif not self.session.is_closed:  # Else the peer said it before it heard our last words.
-            self._hear(self.session.receive(data, self.now))
+            self.hear(self.session.receive(data, self.now))
 
     def eof_received(self) -> None:
         self._heard_end = True
-        self._hear(self.session.connection_lost(self.now))
+        self.hear(self.session.connection_lost(self.now))
 
     def pause_writing(self) -> None:
         self._room = self._loop.create_future()
@@ -109,7 +109,7 @@ class Channel(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._shutting = True
         error = None if exc is None else _lost(exc, self.peer_address)
-        self._hear(self.session.connection_lost(self.now, error=error))
+        self.hear(self.session.connection_lost(self.now, error=error))
         self._wake()
         for timer in (self._timer, self._linger):
             if timer is not None:
@@ -119,7 +119,8 @@ class Channel(asyncio.BufferedProtocol):
         else:
             self._lost.set_exception(self._failure)
 
-    def _hear(self, events: list[Event]) -> None:
+    def hear(self, events: list[Event]) -> None:
+        """Take what a call of the session has returned, as if it came from the peer."""
         try:
             self._deliver(events)
         except Exception as error:
@@ -197,7 +198,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def _tick(self) -> None:
         self._timer = None
-        self._hear(self.session.handle_timeout(self.now))
+        self.hear(self.session.handle_timeout(self.now))
 
     # The end.
 

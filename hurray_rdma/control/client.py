@@ -59,9 +59,7 @@ class ClientSession(DataSession):
 
     def __init__(self, config: SessionConfig, *, now: float) -> None:
         super().__init__(config, now=now)
-        self._session_message = self._own_session_message(
-            config.token or "", config.worker_address if isinstance(config.worker_address, bytes) else b""
-        )
+        self._session_message = self._own_session_message(config.token or "", config.worker_address or b"")
         self._server_hello: ServerHello | None = None
         self._generations: dict[int, int] = {}
         self._knows_pools = False

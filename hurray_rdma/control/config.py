@@ -6,7 +6,7 @@ This module knows which settings a session has and their ranges. It knows no byt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hurray_rdma.control.codes import Capability
@@ -73,8 +73,8 @@ class SessionConfig:
     """Client: as of SESSION; empty, or 16 to 64 bytes."""
     quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
     """Client: as of SESSION; at most 64, of 16 to 64 bytes each."""
-    worker_address: bytes | Callable[[bytes], bytes] = field(repr=False)
-    """UCX worker address. Server: or a function from a client's host_id to it, asked once it is authenticated."""
+    worker_address: bytes | None = field(repr=False)
+    """UCX worker address. Server: None is one for each client, which the session asks for by `Introduced`."""
     dialects: tuple[str, ...] = ("adr-024", "hurray-0.2")
     """In order of preference."""
     devices: tuple[int, ...] = (0,)

@@ -23,6 +23,7 @@ __all__ = [
     "Event",
     "Fetched",
     "Granted",
+    "Introduced",
     "LeaseRenewed",
     "Offered",
     "PoolAnnounced",
@@ -38,6 +39,17 @@ __all__ = [
     "TensorData",
     "TransferFailed",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Introduced:
+    """Server, where its config has no worker address: the client is who it should be, and waits for one.
+
+    `ServerSession.admit` or `ServerSession.turn_away` is owed.
+    """
+
+    host_id: bytes
+    """The client's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +232,8 @@ class TransferFailed:
 
 
 Event: TypeAlias = (
-    SessionOpened
+    Introduced
+    | SessionOpened
     | SessionClosed
     | PoolAnnounced
     | PoolRemoved

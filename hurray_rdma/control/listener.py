@@ -10,20 +10,23 @@ import asyncio
 import errno
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
-from typing import cast
+from typing import TypeAlias, cast
 
 from hurray_rdma.control.address import Address
 from hurray_rdma.control.channel import Channel, EventHandler
 from hurray_rdma.control.config import SessionConfig
-from hurray_rdma.control.events import Event, SessionClosed, SessionOpened
+from hurray_rdma.control.events import Event, Introduced, SessionClosed, SessionOpened
 from hurray_rdma.control.server import ServerSession
-from hurray_rdma.errors import ConfigError
+from hurray_rdma.errors import ConfigError, HurrayError
 
 __all__ = ["ExposedError", "Listener", "check_listen", "serve"]
 
 _log = logging.getLogger(__name__)
+
+
+AddressFor: TypeAlias = Callable[[ServerSession, bytes], Awaitable[bytes]]
 
 
 class ExposedError(ConfigError):
@@ -37,15 +40,18 @@ class Listener:
         self,
         config: SessionConfig,
         on_session: Callable[[Channel], EventHandler],
+        address_for: AddressFor | None,
         ssl_context: ssl.SSLContext | None,
         max_unauthenticated: int,
     ) -> None:
         self._config = config
         self._on_session = on_session
+        self._address_for = address_for
         self._ssl_context = ssl_context
         self._max_unauthenticated = max_unauthenticated
         self._unauthenticated: dict[asyncio.Transport, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._admissions: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.addresses: tuple[Address, ...] = ()
         """Where it listens, with the ports the system gave."""
@@ -71,8 +77,8 @@ class Listener:
         waiting = dict(self._unauthenticated)
         for transport in waiting:
             transport.abort()
-        if waiting:
-            await asyncio.wait(waiting.values())
+        if ending := {*waiting.values(), *self._admissions}:
+            await asyncio.wait(ending)
 
     def _accept(self, transport: asyncio.Transport) -> None:
         task = asyncio.get_running_loop().create_task(self._run(transport))
@@ -123,7 +129,11 @@ class Listener:
 
         def hear(event: Event) -> None:
             nonlocal handler
-            if isinstance(event, SessionOpened):
+            if isinstance(event, Introduced):
+                admission = asyncio.get_running_loop().create_task(self._admit(session, channel, event.host_id))
+                self._admissions.add(admission)
+                admission.add_done_callback(self._admissions.discard)
+            elif isinstance(event, SessionOpened):
                 self._unauthenticated.pop(transport, None)
                 handler = self._on_session(channel)
             if handler is not None:
@@ -134,6 +144,14 @@ class Listener:
         session = ServerSession(self._config, now=asyncio.get_running_loop().time())
         channel = Channel(session, hear)
         return channel
+
+    async def _admit(self, session: ServerSession, channel: Channel, host_id: bytes) -> None:
+        assert self._address_for is not None
+        try:
+            events = session.admit(await self._address_for(session, host_id), now=channel.now)
+        except HurrayError as error:
+            events = session.turn_away(error)
+        channel.hear(events)
 
 
 class _Door(asyncio.Protocol):
@@ -154,6 +172,7 @@ async def serve(
     config: SessionConfig,
     *,
     on_session: Callable[[Channel], EventHandler],
+    address_for: AddressFor | None = None,
     ssl_context: ssl.SSLContext | None = None,
     allow_unauthenticated: bool = False,
     max_unauthenticated: int = 64,
@@ -166,6 +185,9 @@ async def serve(
         config: settings of this side.
         on_session: called with each channel when its session opens, never before the peer is authenticated; returns
             the handler of its events, of which SessionOpened is the first.
+        address_for: where ``config`` has no worker address: asked for that of each client, by its session and host_id,
+            once it is authenticated. What it raises, if a `HurrayError`, is told to the client. If the session is
+            closed when it is done, nobody will be told of the address.
         ssl_context: server-side TLS context; None for plain TCP.
         allow_unauthenticated: listen beyond this host although neither a token nor client certificates are asked for
             (tokens of tenants do not count, since a peer without a token is let in beside them).
@@ -178,7 +200,7 @@ async def serve(
     hosts = await _allowed_hosts(address, config.token, ssl_context, allow_unauthenticated=allow_unauthenticated)
     if config.token and ssl_context is None and not all(ip_address(h).is_loopback for h in hosts):
         _log.warning("tokens cross the network in clear to %s: nobody but TLS keeps them secret", address)
-    listener = Listener(config, on_session, ssl_context, max_unauthenticated)
+    listener = Listener(config, on_session, address_for, ssl_context, max_unauthenticated)
     await listener._listen(address, hosts)
     return listener
 

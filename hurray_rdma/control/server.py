@@ -25,6 +25,7 @@ from hurray_rdma.control.events import (
     Committed,
     Event,
     Fetched,
+    Introduced,
     LeaseRenewed,
     Offered,
     Quiesced,
@@ -72,9 +73,32 @@ class ServerSession(DataSession):
         self.worker_address = b""
         """The UCX worker address that the client was told, from SessionOpened on."""
         self._client_hello: ClientHello | None = None
+        self._introduced: tuple[SessionMessage, str] | None = None
+        """What an authenticated client said, and whose token it has."""
         self._max_open_nbytes = _OPEN_MESSAGES * config.max_message_nbytes
 
     # Calls of the engine.
+
+    def admit(self, worker_address: bytes, *, now: float) -> list[Event]:
+        """Open the session of a client that was introduced, and tell it which UCX worker is its.
+
+        Returns:
+            What happens by that; nothing if the session is closed.
+        """
+        events: list[Event] = []
+        if not self.is_closed and not self.is_open and self._introduced is not None and self._client_hello is not None:
+            message, tenant = self._introduced
+            self.worker_address = worker_address
+            self._send(self._own_session_message("", worker_address), SESSION_STREAM_ID)
+            self._open(self._client_hello, message, now, events, tenant=tenant)
+        return events
+
+    def turn_away(self, error: HurrayError) -> list[Event]:
+        """The same for one that cannot be served: the session ends, and the client hears why."""
+        events: list[Event] = []
+        if not self.is_closed:
+            self._fail(error, events)
+        return events
 
     def announce(self, pool: Pool, *, now: float) -> bool:
         """Announce a pool, a new generation of it, or (``removed``) its end.
@@ -186,12 +210,13 @@ class ServerSession(DataSession):
             self._answer_hello(message)
             self._client_hello = message
             self._state = SessionState.SESSION
-        elif self._client_hello is not None and isinstance(message, SessionMessage):
+        elif self._client_hello is not None and self._introduced is None and isinstance(message, SessionMessage):
             tenant = self._tenant_of(message.token)
-            address = self.config.worker_address
-            self.worker_address = address if isinstance(address, bytes) else address(message.host_id)
-            self._send(self._own_session_message("", self.worker_address), SESSION_STREAM_ID)
-            self._open(self._client_hello, message, now, events, tenant=tenant)
+            self._introduced = message, tenant
+            if self.config.worker_address is None:
+                events.append(Introduced(message.host_id))
+            else:
+                events += self.admit(self.config.worker_address, now=now)
         else:
             raise ProtocolError(f"{type(message).__name__} cannot follow in state {self._state.name} of the handshake")
 

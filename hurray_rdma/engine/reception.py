@@ -33,7 +33,7 @@ from hurray_rdma.engine.publishing import Publishing
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import ConfigError
+from hurray_rdma.errors import ConfigError, PeerLostError
 from hurray_rdma.transport import Context, Worker
 
 __all__ = ["Reception"]
@@ -86,6 +86,8 @@ class Reception:
         self._links: dict[Link, Channel] = {}
         self._owing: set[Link] = set()
         self._own_workers: dict[bytes, Worker] = {}
+        self._num_opening = 0
+        """Workers that are being made."""
         self._endings: set[asyncio.Task[None]] = set()
 
     async def listen(
@@ -108,8 +110,9 @@ class Reception:
         self._listener = await serve(
             host,
             port,
-            replace(config, tenants=self._tenants, worker_address=self._worker_address),
+            replace(config, tenants=self._tenants, worker_address=None),
             on_session=self._accept,
+            address_for=self._worker_address,
             ssl_context=ssl_context,
             allow_unauthenticated=allow_unauthenticated,
         )
@@ -278,13 +281,21 @@ class Reception:
 
     # Sessions.
 
-    def _worker_address(self, host_id: bytes) -> bytes:
+    async def _worker_address(self, session: ServerSession, host_id: bytes) -> bytes:
         """What a sender of that host is told to connect to."""
         if host_id == self._context.memory_domain:
             return self._worker.address
-        if len(self._links) >= _MAX_SESSIONS:
-            raise PeerBusyError("sessions are open already", field="sessions", value=len(self._links))
-        worker = self._context.open_worker()
+        num_sessions = len(self._links) + self._num_opening
+        if num_sessions >= _MAX_SESSIONS:
+            raise PeerBusyError("sessions are open already", field="sessions", value=num_sessions)
+        self._num_opening += 1
+        try:
+            worker = await asyncio.to_thread(self._context.open_worker)
+        finally:
+            self._num_opening -= 1
+        if session.is_closed:
+            await asyncio.to_thread(worker.close)
+            raise PeerLostError("the session was closed before its UCX worker was made")
         self._own_workers[worker.address] = worker
         return worker.address
 
