@@ -346,6 +346,7 @@ class Session(ABC):
         failure = error or TransferAbortedError("the session was closed")
         open_transfers = self._book.open_transfers()
         events += [TransferFailed(transfer.transfer_id, failure, transfer.granted) for transfer in open_transfers]
+        self._book.let_go_all()
         events.append(SessionClosed(error, orderly))
 
     # Common to both sides' calls.

@@ -36,9 +36,9 @@ class Transfer:
     num_descriptors: int
     """Streams after its own: one for each descriptor of a push, as many as a pull keeps, none of a reservation."""
     request: Request | None = None
-    """What opened it, while it is open."""
+    """What opened it, while it is open; a push's until it is to end."""
     nbytes: int = 0
-    """What is kept of its tables, while it is open."""
+    """What is kept of its tables."""
     state: TransferState = TransferState.OFFERED
     granted: bool = False
     ended: bytearray = field(init=False)
@@ -218,9 +218,11 @@ class TransferBook:
         if state is TransferState.GRANTED:
             transfer.granted = True
         if transfer.is_open:
+            if state is TransferState.STOPPING and transfer.kind is TransferKind.PUSH:
+                self._let_go(transfer)  # its QUIET may never come
             return
-        self.open_nbytes -= transfer.nbytes
-        transfer.request = transfer.stop = None
+        self._let_go(transfer)
+        transfer.stop = None
         transfer.ended = bytearray()
         transfer.commit = ()
         transfer.next_offsets.clear()
@@ -229,6 +231,16 @@ class TransferBook:
             forgotten = self._finished.popleft()
             del self._by_id[forgotten]
             del self._ids[bisect_right(self._ids, forgotten) - 1]
+
+    def let_go_all(self) -> None:
+        """The session is closed: nobody asks for the tables of its transfers any more."""
+        for transfer in self.open_transfers():
+            self._let_go(transfer)
+
+    def _let_go(self, transfer: Transfer) -> None:
+        self.open_nbytes -= transfer.nbytes
+        transfer.nbytes = 0
+        transfer.request = None
 
     def schedule(self, transfer: Transfer, due: float) -> None:
         """Have ``pop_due`` give the transfer at this time, unless its state changes before."""

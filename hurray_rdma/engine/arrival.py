@@ -97,6 +97,10 @@ class Arrival:
             else np.zeros(len(self.block_table), np.bool_)
         )
         """Which entries of ``block_table`` name pages that were here already, and do not travel: bool, one for each."""
+        self.tables_nbytes = sum(
+            table.nbytes for table in (self.block_table, self.seq_ptr, self.seq_lens, self.resident)
+        )
+        """What these take."""
         self._timeout_s = timeout_s
         self._on_abort = on_abort
         spec = pool.spec

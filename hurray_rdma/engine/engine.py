@@ -26,6 +26,7 @@ from hurray_rdma.engine.reception import Reception
 from hurray_rdma.engine.settling import Settling
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.tally import Tally
+from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import ConfigError, GeometryError
 from hurray_rdma.format import DeviceTag
 from hurray_rdma.transport import Context, Worker
@@ -104,7 +105,7 @@ class Engine:
         self._worker: Worker | None = None
         self._settling = Settling()
         self._reception: Reception | None = None
-        self._arrivals: asyncio.Queue[Arrival | None] = asyncio.Queue()
+        self._arrivals = Untaken()
         self._peers: set[Peer] = set()
         self._closing: asyncio.Task[None] | None = None
 

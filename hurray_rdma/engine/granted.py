@@ -7,6 +7,7 @@ somebody who knows tells `silenced` or `renewed`.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterable
 from functools import partial
 
@@ -20,7 +21,7 @@ from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.frames import Unpacker
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.logs import EngineLog
-from hurray_rdma.engine.parts import GoodOffer, Part, Whole
+from hurray_rdma.engine.parts import GoodOffer, Loud, Part, Remains, Whole
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.visibility import Visibility
@@ -48,7 +49,7 @@ class Granted:
         """What has come is complete only once the pool's GPU sees it."""
         self._loop = asyncio.get_running_loop()
         self._parts: dict[tuple[Link, int], Part] = {}
-        self._loud: dict[tuple[Link, int], Part] = {}
+        self._loud: dict[tuple[Link, int], Loud] = {}
         self.unfilled: dict[str, Whole] = {}
         """By key: arrivals that senders of further heads may join."""
         self._idle = asyncio.Event()
@@ -210,12 +211,12 @@ class Granted:
 
     def silenced(self, link: Link, reaches: Iterable[Reach]) -> None:
         """Late writes of a peer have become impossible, of those that reach here in one of these ways."""
-        for key in [key for key, part in self._loud.items() if key[0] is link and part.reach in reaches]:
+        for key in [key for key, left in self._loud.items() if key[0] is link and left.reach in reaches]:
             self._hush(key)
 
     def renewed(self, revoked: Iterable[Reach]) -> None:
         """The pool was registered anew, which ends late writes that reach here in these ways."""
-        for key in [key for key, part in self._loud.items() if part.reach in revoked]:
+        for key in [key for key, left in self._loud.items() if left.reach in revoked]:
             self._hush(key)
 
     def owed_by(self, link: Link) -> bool:
@@ -248,8 +249,10 @@ class Granted:
         whole = part.whole
         whole.parts.remove(part)
         if loud:
-            self._loud[key] = part
-            whole.loud.add(part)
+            if whole.remains is None:
+                whole.remains = Remains(weakref.ref(whole.arrival), whole.written)
+            self._loud[key] = left = Loud(part.reach, whole.remains, self._log(part.offer))
+            whole.remains.loud.add(left)
         self._stop_whole(whole, error, but=part)
         self._end_if_over(whole)
         self._look_idle()
@@ -257,7 +260,7 @@ class Granted:
     def _end_if_over(self, whole: Whole) -> None:
         if whole.parts or whole.arrival.state is not ArrivalState.ABORTING:
             return
-        whole.arrival.ended(quiet=not whole.loud, revocable=all(part.reach is not Reach.ADDRESS for part in whole.loud))
+        whole.arrival.ended(quiet=not whole.loud, revocable=all(left.reach is not Reach.ADDRESS for left in whole.loud))
         if whole.loud:
             self._tally.quarantined(len(whole.written))
             self._log(whole.offer).warning(
@@ -266,15 +269,17 @@ class Granted:
             )
 
     def _hush(self, key: tuple[Link, int]) -> None:
-        part = self._loud.pop(key)
-        whole = part.whole
-        whole.loud.discard(part)
-        if not whole.loud and whole.arrival.state is ArrivalState.QUARANTINED:
-            whole.arrival.recovered()
-            self._tally.recovered(len(whole.written))
-            self._log(part.offer).info(
-                "%d pages are back from quarantine: no late write can land any more", len(whole.written)
-            )
+        left = self._loud.pop(key)
+        remains, arrival = left.remains, left.remains.arrival()
+        remains.loud.discard(left)
+        if remains.loud or (arrival is not None and arrival.state is not ArrivalState.QUARANTINED):
+            return
+        if arrival is not None:
+            arrival.recovered()
+        else:  # nobody can ask what became of it
+            self._pool.allocator.recover(remains.written)
+        self._tally.recovered(len(remains.written))
+        left.log.info("%d pages are back from quarantine: no late write can land any more", len(remains.written))
 
     # Senders of further heads.
 

@@ -16,6 +16,7 @@ from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.parts import GoodOffer, Whole
 from hurray_rdma.engine.placement import Placement
+from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import GeometryError, HurrayError, PoolExhaustedError, TransferAbortedError
 
 __all__ = ["Granting"]
@@ -36,7 +37,7 @@ class Granting:
         granted: Granted,
         *,
         name: str,
-        arrivals: asyncio.Queue[Arrival | None],
+        arrivals: Untaken,
         lease_s: float,
         timeout_s: float,
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +16,11 @@ from hurray_rdma.control import Offer
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.frames import Unpacker
 from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.reach import Reach, reach_of
 from hurray_rdma.plan import PageMap
 
-__all__ = ["GoodOffer", "Part", "WaitingOffers", "Whole"]
+__all__ = ["GoodOffer", "Loud", "Part", "Remains", "WaitingOffers", "Whole"]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +85,32 @@ class Whole:
     """Those whose end is not known yet."""
     heads: list[tuple[int, int]] = field(default_factory=list)
     """Granted so far."""
-    loud: set[Part] = field(default_factory=set)
-    """Parts that ended in such a way that their writes may still land."""
+    remains: Remains | None = None
+    """Once a part has ended in such a way that its writes may still land."""
+
+    @property
+    def loud(self) -> set[Loud]:
+        """Of those parts what is kept."""
+        return self.remains.loud if self.remains is not None else set()
+
+
+@dataclass(slots=True, eq=False)
+class Remains:
+    """Of an arrival, one of whose senders has fallen silent: none of its tables, since that may stay so for ever."""
+
+    arrival: weakref.ref[Arrival]
+    """It lives as long as the application has it, or another sender fills it."""
+    written: Lease
+    loud: set[Loud] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Loud:
+    """Of a part that ended in such a way that its writes may still land."""
+
+    reach: Reach
+    remains: Remains
+    log: EngineLog
 
 
 class WaitingOffers:

@@ -31,7 +31,6 @@ from hurray_rdma.control import (
     TensorData,
     TransferFailed,
 )
-from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.granting import Granting
@@ -42,6 +41,7 @@ from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.reservations import Reservations
 from hurray_rdma.engine.tally import Tally
+from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -65,8 +65,6 @@ _MAX_WAITING_OF_ONE = 256
 """Of one sender."""
 _MAX_WAITING_NBYTES = 256 << 20
 """What the tables of waiting offers may take."""
-_MAX_UNTAKEN = 4096
-"""Arrivals that the application has not taken: transfers without pages are bounded by nothing else."""
 
 
 class Receiver:
@@ -92,7 +90,7 @@ class Receiver:
         pool_id: int,
         name: str,
         tenant: str,
-        arrivals: asyncio.Queue[Arrival | None],
+        arrivals: Untaken,
         ahead_pages: int,
         lease_s: float,
         timeout_s: float,
@@ -316,8 +314,7 @@ class Receiver:
             if self.num_waiting and waiting_nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
                 rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
                 raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
-            if self._arrivals.qsize() >= _MAX_UNTAKEN:
-                raise PeerBusyError("arrivals are untaken", field="untaken", value=self._arrivals.qsize())
+            self._arrivals.require_room()
         except HurrayError as error:
             self._refuse(link, transfer_id, error)
             return
@@ -428,8 +425,7 @@ class Receiver:
         if lease is None:
             return  # it was recalled, and the sender is told
         try:
-            if self._arrivals.qsize() >= _MAX_UNTAKEN:
-                raise PeerBusyError("arrivals are untaken", field="untaken", value=self._arrivals.qsize())
+            self._arrivals.require_room()
             checked = self._checked(link, transfer_id, offer)
             count = checked.page_map.num_pages
             if count > len(lease) or offer.page_keys.shape[1] or checked.heads != self.pool.spec.heads:

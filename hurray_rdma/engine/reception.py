@@ -27,12 +27,12 @@ from hurray_rdma.control import (
     StaleGenerationError,
     serve,
 )
-from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.publishing import Publishing
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
+from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import ConfigError, PeerLostError
 from hurray_rdma.transport import Context, Worker
 
@@ -63,7 +63,7 @@ class Reception:
         context: Context,
         worker: Worker,
         *,
-        arrivals: asyncio.Queue[Arrival | None],
+        arrivals: Untaken,
         ahead_pages: int,
         lease_s: float,
         timeout_s: float,

@@ -13,7 +13,7 @@ import pytest
 from hurray_rdma import Engine, HurrayError, PagePool, Snapshot
 from hurray_rdma.cache import snapshot_keys
 from hurray_rdma.control import Acknowledged, Granted, PeerBusyError, PoolsAnnounced, Refused
-from hurray_rdma.engine import ArrivalState, receiver
+from hurray_rdma.engine import ArrivalState, receiver, untaken
 from hurray_rdma.engine.processes import process_id
 from hurray_rdma.testing.processes import Child
 from tests.engine.hands import shaken
@@ -70,7 +70,7 @@ def test_a_lost_sender_of_no_pages_leaves_nothing_in_quarantine(what: str, caplo
 
 def test_arrivals_that_nobody_takes_are_refused_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     async def job() -> None:
-        monkeypatch.setattr(receiver, "_MAX_UNTAKEN", NUM_BOUND)
+        monkeypatch.setattr(untaken, "_MAX_ARRIVALS", NUM_BOUND)
         with make_pool(SPEC, 8) as pool:
             async with Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine, shaken(engine.address) as hand:
                 await hand.expect(PoolsAnnounced)
@@ -104,6 +104,31 @@ def test_arrivals_that_nobody_takes_are_refused_beyond_a_bound(monkeypatch: pyte
     run(job())
 
 
+def test_arrivals_that_nobody_takes_are_bounded_by_what_their_tables_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_seqs = 100
+    nbytes = 4 * (num_seqs + 1) + 4 * num_seqs
+
+    async def job() -> None:
+        monkeypatch.setattr(untaken, "_MAX_NBYTES", 2 * nbytes - 1)
+        with make_pool(SPEC, 8) as pool:
+            async with Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine, shaken(engine.address) as hand:
+                await hand.expect(PoolsAnnounced)
+                arrivals = engine.arrivals()
+                for _ in range(3):
+                    for _ in range(2):
+                        hand.offer(empty(pool, num_seqs))
+                        await hand.expect(Granted)
+                    hand.offer(empty(pool, num_seqs))
+                    refused = (await hand.expect(Refused)).error
+                    assert isinstance(refused, PeerBusyError)
+                    assert f"nbytes = {2 * nbytes}" in str(refused)
+                    for _ in range(2):
+                        (await anext(arrivals)).release()
+                await settled(pool, 8, 0, 0)
+
+    run(job())
+
+
 def diligent_sender(connection: Connection, address: str, num_sends: int) -> None:
     """Sends pages, so that some are granted ahead, then empty snapshots; reports what became of those."""
 
@@ -132,7 +157,7 @@ def test_the_bound_holds_for_pages_that_were_granted_ahead(monkeypatch: pytest.M
             num_untaken.append(self._arrivals.qsize())
             committed(self, *args)
 
-        monkeypatch.setattr(receiver, "_MAX_UNTAKEN", NUM_BOUND)
+        monkeypatch.setattr(untaken, "_MAX_ARRIVALS", NUM_BOUND)
         monkeypatch.setattr(receiver.Receiver, "_committed", seen)
         with make_pool(SPEC, 128) as pool:
             async with Engine(pool, listen="127.0.0.1:0", timeout_s=10, ahead_pages=64) as engine:

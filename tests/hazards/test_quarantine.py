@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -15,10 +17,14 @@ import numpy as np
 import pytest
 
 from hurray_rdma import Arrival, DeadlineExceededError, Engine, HurrayError, PagePool, PeerLostError, RegistrationError
+from hurray_rdma.control import Granted, Offer, PoolsAnnounced
 from hurray_rdma.engine import ArrivalState, parts
+from hurray_rdma.engine.processes import process_id
 from hurray_rdma.engine.reach import Reach
+from hurray_rdma.plan import PageMap
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, Worker, default_context
+from tests.engine.hands import shaken
 from tests.hazards.scenes import (
     LANES,
     SPEC,
@@ -283,5 +289,45 @@ def test_senders_that_broke_off_are_watched_no_longer_than_they_owe() -> None:
                     arrival.release()
                     await settled(pool, 8, 0, 0)
                 await eventually(lambda: num_open_files() <= before)
+
+    run(job())
+
+
+@pytest.mark.parametrize("end", ["is lost", "never says QUIET"])
+def test_quarantine_keeps_pages_and_no_tables(end: str) -> None:
+    """It may last as long as the sender's process: what the offer said of its sequences is no use to anybody then."""
+
+    def kept() -> Counter[str]:
+        gc.collect()
+        return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Arrival | Offer | PageMap))
+
+    async def job() -> None:
+        with make_pool(SPEC, 8) as pool, make_pool(SPEC, 8) as source:
+            domain, before = pool.regions[0].context.memory_domain, kept()
+            async with Engine(pool, listen="127.0.0.1:0", timeout_s=10, lease_s=0.2) as engine:
+                async with shaken(engine.address, says_quiet=False, host_id=domain, process_id=process_id()) as hand:
+                    await hand.expect(PoolsAnnounced)
+                    hand.offer(snapshot_of(source, [1, 2], [1, 2, 3]), path="put", lane="cma")
+                    await hand.expect(Granted)
+                    arrival = await anext(engine.arrivals())
+                    assert hand.channel is not None
+                    if end == "is lost":
+                        hand.channel.abort()
+                    await eventually(lambda: counts(pool) == (5, 0, 3))
+                    assert arrival.block_table.size == 5, "it is there for who holds the arrival"
+                    del arrival
+                    hand.session._book.let_go_all()  # the sender's own
+                    assert kept() == before
+                    if end != "is lost":
+                        hand.do("quiet", 2)
+                        await settled(pool, 8, 0, 0)
+                assert counts(pool) == ((5, 0, 3) if end == "is lost" else (8, 0, 0))
+                # As when the process has ended.
+                assert engine._reception is not None
+                for receiver in engine._reception._all():
+                    for link, _ in list(receiver.granted._loud):
+                        receiver.silenced(link, set(Reach))
+                await settled(pool, 8, 0, 0)
+                assert engine.stats().num_quarantined == engine.stats().num_recovered
 
     run(job())
