@@ -87,7 +87,8 @@ class Reception:
         self._owing: set[Link] = set()
         self._own_workers: dict[bytes, Worker] = {}
         self._num_opening = 0
-        """Workers that are being made."""
+        self._opening = asyncio.Lock()
+        """UCX makes one at a time: those that wait for their turn keep no thread."""
         self._endings: set[asyncio.Task[None]] = set()
 
     async def listen(
@@ -290,7 +291,8 @@ class Reception:
             raise PeerBusyError("sessions are open already", field="sessions", value=num_sessions)
         self._num_opening += 1
         try:
-            worker = await asyncio.to_thread(self._context.open_worker)
+            async with self._opening:
+                worker = await asyncio.to_thread(self._context.open_worker)
         finally:
             self._num_opening -= 1
         if session.is_closed:
