@@ -98,7 +98,7 @@ def test_no_byte_of_a_stopped_sender_lands_in_a_page_of_another(lane: str) -> No
         with make_pool(SPEC, 8, kind, context) as pool, make_pool(SPEC, 16, context=context) as source:
             guarded(pool)
             fill(source, 2)
-            async with Engine(pool, listen="127.0.0.1:0", lease_s=0.5, timeout_s=10) as engine:
+            async with Engine(pool, listen="127.0.0.1:0", lease_s=1, timeout_s=10) as engine:
                 with Child(halting_sender, engine.address, lane) as child:
                     arrivals = engine.arrivals()
                     first = await anext(arrivals)
