@@ -213,9 +213,14 @@ class _Place:
 
 
 def register_views(
-    views: Sequence[StridedView], context: Context
+    views: Sequence[StridedView], context: Context, *, replace: bool = False
 ) -> tuple[tuple[Region, ...], tuple[tuple[int, int], ...]]:
     """Registers the memory under the views, no byte twice, and nothing between views that lie apart.
+
+    Args:
+        views: of one device.
+        context: UCX's.
+        replace: as of `Context.replace`.
 
     Returns:
         The regions, and for each view its region's index and its offset there in bytes.
@@ -235,9 +240,11 @@ def register_views(
     regions: list[Region] = []
     try:
         for place in places:
-            nbytes = place.end - place.start
-            region = context.register(place.start, nbytes, owner=tuple(place.owners), device=views[0].device)
-            regions.append(region)
+            nbytes, owner = place.end - place.start, tuple(place.owners)
+            if replace:
+                regions.append(context.replace(place.start, nbytes, owner=owner))
+            else:
+                regions.append(context.register(place.start, nbytes, owner=owner, device=views[0].device))
     except BaseException:
         for region in regions:
             region.close()

@@ -124,6 +124,7 @@ class PagePool:
         zero_points: Arrays | None = None,
         order: PageOrder | str | None = None,
         external: bool = False,
+        mappable: bool = False,
         context: Context | None = None,
     ) -> PagePool:
         """A pool over the caller's arrays, in place; they stay alive while the pool is open.
@@ -139,11 +140,16 @@ class PagePool:
             order: replaces ``spec.order``.
             external: the caller hands out the pages himself, as the block manager of an inference engine does: the pool
                 holds a lease of all of them, and snapshots come into pages that he names (`hurray_rdma.Placement`).
+            mappable: replaces the host memory under the arrays, in place and with its content, by such as `allocate`
+                gives: processes of this host move pages twice as fast. Nobody may write there during the call; what is
+                next to the arrays in a page of memory goes along; a child of a fork shares the memory afterwards.
             context: the UCX context; None is the process's own.
 
         Raises:
+            ConfigError: ``mappable``, and the arrays are on a GPU.
             GeometryError: roles, layers, shapes, dtypes or strides do not fit ``spec``; nothing is registered then.
-            RegistrationError: UCX refuses the memory, or GPUDirect cannot reach it; nothing stays registered.
+            RegistrationError: UCX refuses the memory, or GPUDirect cannot reach it, or it cannot be replaced
+                (`Context.replace`); nothing stays registered.
         """
         if order is not None:
             spec = spec.with_order(order)
@@ -153,7 +159,9 @@ class PagePool:
             Part.ZERO_POINTS: zero_points,
         }
         views = checked_views(spec, {part: each for part, each in given.items() if each is not None})
-        regions, places = register_views(views, _context(context, device=views[0].device))
+        if mappable and views[0].device != "cpu":
+            raise ConfigError("is for arrays in host memory", field="mappable", value=True)
+        regions, places = register_views(views, _context(context, device=views[0].device), replace=mappable)
         parts = [part for _ in spec.tensors for part in parts_of(spec)]
         segments = tuple(
             segment_of(spec, part, view.strides_nbytes, region_index=index, offset_nbytes=offset)

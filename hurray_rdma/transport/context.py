@@ -17,6 +17,7 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from mmap import PAGESIZE
 from pathlib import Path
 
 from hurray_rdma.errors import ConfigError, RegistrationError, TransportError
@@ -31,7 +32,7 @@ from hurray_rdma.transport.devices import (
     orders_writes,
 )
 from hurray_rdma.transport.endpoint import Worker
-from hurray_rdma.transport.mappings import mapping_kind, ucx_copies
+from hurray_rdma.transport.mappings import is_anonymous, mapping_kind, ucx_copies
 from hurray_rdma.transport.memory import Region
 from hurray_rdma.transport.streams import Gates, StreamWatch
 
@@ -221,6 +222,59 @@ class Context:
                 zeros = self._zeros[index] = self.register(address, nbytes, owner=None, device=f"cuda:{index}")
             return zeros
 
+    def replace(self, address: int, nbytes: int, *, owner: object) -> Region:
+        """Replaces the caller's host memory, in place and with its content, by such as `allocate` gives: a peer on this
+        host can map it.
+
+        What else lies in its first and its last page of memory goes along. Nobody may write there during the call, and
+        a child of a fork shares the memory afterwards. It takes a quarter of a second for a GiB.
+
+        Args:
+            address: first byte.
+            nbytes: length, > 0.
+            owner: kept alive while the region is registered.
+
+        Raises:
+            RegistrationError: the memory is no private memory of this process, or pinned; or UCX allocates none that
+                could be mapped. Everything is where it was.
+        """
+        self._check_process()
+        if nbytes <= 0 or address <= 0:
+            raise RegistrationError("must both be above 0", field="(address, nbytes)", value=(address, nbytes))
+        start, end = _whole_pages(address, nbytes)
+        pinned = "cuda" in self.device_kinds and host_backing(self.driver, address) is Backing.PINNED
+        if pinned or not is_anonymous(start, end):
+            raise RegistrationError(
+                "is pinned" if pinned else "is not private memory",
+                field="address",
+                value=f"{address:#x}",
+                fix="Register it as it is",
+            )
+        memory = self._replace(address, nbytes)
+        return Region(memory, device="cpu", context=self, allocated=True, owner=owner, place=address)
+
+    def _replace(self, address: int, nbytes: int) -> native.Memory:
+        start, end = _whole_pages(address, nbytes)
+        new = self._allocate(end - start)
+        try:
+            if mapping_kind(new.address) == "private":
+                raise RegistrationError(
+                    "cannot be replaced by memory that peers can map: UCX allocates none",
+                    field="address",
+                    value=f"{address:#x}",
+                    fix="Allow shared memory in UCX_TLS, or register it as it is",
+                )
+            new.replace(start, address - start, nbytes)
+        except OSError as error:
+            new.close()
+            raise RegistrationError(
+                f"cannot be replaced: {error}", field="address", value=f"{address:#x}", fix="Register it as it is"
+            ) from error
+        except BaseException:
+            new.close()
+            raise
+        return new
+
     def _map_device(
         self, cuda: Driver, address: int, nbytes: int, *, index: int, owner: object
     ) -> tuple[native.Memory, Backing]:
@@ -255,6 +309,8 @@ class Context:
             if (index := region.device_index) is not None:
                 return self._map_device(self.driver, old.address, old.nbytes, index=index, owner=region.owner)[0]
             return self._map(old.address, old.nbytes, device, region.owner)
+        if region.replaced:
+            return self._replace(region.seen_address, region.nbytes)
         if mapping_kind(region.seen_address) == "private":
             raise RegistrationError(
                 "the memory cannot be replaced in place: UCX allocated it, and not as shared memory",
@@ -324,6 +380,11 @@ def _current(device_index: int | None) -> AbstractContextManager[None]:
         return driver().current(device_index)
     except TransportError:
         return nullcontext()
+
+
+def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """First byte, and the one after the last, of the pages of memory that have some of it."""
+    return address // PAGESIZE * PAGESIZE, -(-(address + nbytes) // PAGESIZE) * PAGESIZE
 
 
 def _memory_domain(handle: int) -> bytes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-__all__ = ["mapping_kind", "ucx_copies"]
+__all__ = ["is_anonymous", "mapping_kind", "ucx_copies"]
 
 _LINE = re.compile(r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<mode>\S+) \S+ \S+ \S+\s*(?P<path>.*)$")
 
@@ -21,15 +22,31 @@ def ucx_copies() -> list[str]:
 
 def mapping_kind(address: int) -> str:
     """``"sysv"``, ``"posix"``, ``"shared"`` (another shared mapping) or ``"private"``."""
+    found = next(_mappings(address, address + 1), None)
+    if found is None or found["mode"][3] != "s":
+        return "private"
+    path = found["path"]
+    if path.startswith("/SYSV"):
+        return "sysv"
+    return "posix" if path.startswith("/dev/shm/") or "ucx_shm" in path else "shared"
+
+
+def is_anonymous(start: int, end: int) -> bool:
+    """Whether all bytes before ``end`` are writable, private to this process, and neither a file's, a stack's nor the
+    heap's that ``brk`` moves."""
+    for found in _mappings(start, end):
+        if not found["mode"].startswith("rw-p") or (found["path"] and not found["path"].startswith("[anon")):
+            return False
+        if int(found["start"], 16) > start:  # a gap
+            return False
+        start = int(found["end"], 16)
+    return start >= end
+
+
+def _mappings(start: int, end: int) -> Iterator[re.Match[str]]:
+    """Those that have any of the bytes, in order."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             found = _LINE.match(line.rstrip("\n"))
-            if found is None or not int(found["start"], 16) <= address < int(found["end"], 16):
-                continue
-            if found["mode"][3] != "s":
-                return "private"
-            path = found["path"]
-            if path.startswith("/SYSV"):
-                return "sysv"
-            return "posix" if path.startswith("/dev/shm/") or "ucx_shm" in path else "shared"
-    return "private"
+            if found is not None and int(found["start"], 16) < end and start < int(found["end"], 16):
+                yield found

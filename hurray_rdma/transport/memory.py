@@ -44,8 +44,8 @@ class RemoteRegion:
 class Region:
     """One span of this process's memory, registered with UCX (``ucp_mem_map``).
 
-    Made by `Context.allocate` and `Context.register`. Closing deregisters; host memory that UCX allocated stays mapped
-    until the last array over it is gone, so that no view dangles.
+    Made by `Context.allocate`, `Context.register` and `Context.replace`. Closing deregisters; host memory that UCX
+    allocated stays mapped until the last array over it is gone, so that no view dangles.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Region:
         allocated: bool,
         owner: object,
         backing: Backing = Backing.PLAIN,
+        place: int | None = None,
     ) -> None:
         self._memory = memory
         self._seen = memory
@@ -71,6 +72,8 @@ class Region:
         """``"cpu"`` or ``"cuda:N"``."""
         self.backing = backing
         """What kind of memory of the device it is."""
+        self._place = place
+        """Where the caller has it, if it replaced memory of his."""
         self.num_renewals = 0
         """How often `renew` has replaced its registration."""
         self.key_revoked = False
@@ -88,7 +91,12 @@ class Region:
     @property
     def seen_address(self) -> int:
         """First byte as the arrays over it have it: `renew` does not change it."""
-        return self._seen.address
+        return self._seen.address if self._place is None else self._place
+
+    @property
+    def replaced(self) -> bool:
+        """Whether it stands in the place of the caller's memory (`Context.replace`)."""
+        return self._place is not None
 
     @property
     def nbytes(self) -> int:
@@ -222,7 +230,7 @@ class Region:
             self._key = self._packed_key()
             self.num_renewals += 1
             self.key_revoked = self.allocated or self._key != key
-            if not self.allocated:
+            if not self.allocated or self.replaced:
                 self._seen = self._memory
             if old is not self._seen:
                 old.close()

@@ -45,6 +45,10 @@ def status_text(int status):
     return ucs_status_string(<ucs_status_t>status).decode()
 
 
+cdef enum:
+    REPLACED_AT_ONCE = 64 << 20
+
+
 cdef int check(str call, ucs_status_t status) except -1:
     if status != UCS_OK:
         raise UcxError(call, <int>status)
@@ -142,6 +146,25 @@ cdef class Memory:
             error = hurray_map_over(self.address, seen_address, self.nbytes)
         if error:
             raise OSError(error, "mremap: " + strerror(error).decode())
+
+    def replace(self, uintptr_t start, size_t skip, size_t nbytes):
+        """Takes the content of as many whole pages of this process, and appears in their place: whoever looks there sees
+        this memory from now on. Of it, the ``nbytes`` from ``skip`` on count. For shared memory that was just allocated;
+        nobody may write there meanwhile. After an error all content is where it was, some of it in this memory."""
+        cdef uint64_t zero = 0, done = 0, part, whole = self.nbytes
+        cdef int error = 0
+        if self.handle == NULL or self.memory_type != UCS_MEMORY_TYPE_HOST or skip + nbytes > whole:
+            raise ValueError("only host memory can replace other memory, and only as much as it has")
+        with nogil:
+            while done < whole and not error:  # in parts: the memory that is replaced is freed as it goes
+                part = min(whole - done, <uint64_t>REPLACED_AT_ONCE)
+                hurray_memcpy(start + done, self.address + done, &zero, &zero, &part, 1)
+                error = hurray_map_over(self.address + done, start + done, part)
+                done += part
+        if error:
+            raise OSError(error, "mremap: " + strerror(error).decode())
+        self.address += skip
+        self.nbytes = nbytes
 
     cdef _unmap_if_unused(self):
         cdef ucs_status_t status
