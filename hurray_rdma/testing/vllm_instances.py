@@ -18,6 +18,8 @@ __all__ = ["HURRAY", "NIXL", "Instance", "run_instance"]
 
 HURRAY, NIXL = "HurrayConnector", "NixlConnector"
 _SLEEP_S = 0.02
+_WAIT_S = 0.001
+"""After a step in which nothing could be computed, as `vllm serve` does (`EngineCoreProc._process_engine_step`)."""
 _NIXL_PORT = 5600
 """Of its side channel; each process has one of its own from here on."""
 
@@ -215,6 +217,8 @@ def run_instance(
                     "tokens": len(output.prompt_token_ids or ()),
                 }
                 connection.send(("done", name, result))
+        if busy and not scheduler.running and scheduler.has_requests():
+            time.sleep(_WAIT_S)
 
 
 def _watch_stats(connector: Any, seen: list[dict[str, Any]]) -> None:

@@ -112,6 +112,21 @@ def test_a_prompt_goes_over_whatever_the_order_of_the_cache(order: str) -> None:
         assert until(source, lambda ended: bool(ended.sent), {"p"}).sent == {"p"}
 
 
+@pytest.mark.parametrize("whole_allocations", [True, False])
+def test_caches_on_the_cpu_are_mapped_where_they_can_be(
+    whole_allocations: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = caches(num_blocks=4096) if whole_allocations else caches()  # small ones lie in the heap
+    fill(large)
+    before = {name: tensor.copy() for name, tensor in large.items()}
+    made = Caches.of(large, Layout.ROWS, block_size=4, total_heads=HEADS, mappable=True)
+    with contextlib.closing(made):
+        assert all(region.replaced is whole_allocations for region in made.whole.regions)
+        assert ("half the speed" in caplog.text) is not whole_allocations
+    for name, tensor in large.items():
+        np.testing.assert_array_equal(tensor, before[name])
+
+
 @pytest.mark.parametrize(("theirs_size", "mine_size"), [(4, 8), (8, 4)])
 def test_blocks_of_unlike_sizes(theirs_size: int, mine_size: int) -> None:
     theirs, mine = caches(block_size=theirs_size), caches(block_size=mine_size)

@@ -6,6 +6,7 @@ into the content (a latent cache has one head), in six physical orders: a fused 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from typing import Any
 
 from hurray_rdma.cache import CacheSpec, PagePool
 from hurray_rdma.connectors.vllm.handoff import Layout
-from hurray_rdma.errors import GeometryError
+from hurray_rdma.errors import GeometryError, RegistrationError
 
 __all__ = ["KEYS", "VALUES", "WHOLE", "Caches", "planes_of", "pool_of"]
+
+_log = logging.getLogger(__name__)
 
 WHOLE, KEYS, VALUES = "", "/keys", "/values"
 """Ends of the keys under which a prompt is published: blocks as they are, or their planes."""
@@ -31,9 +34,9 @@ class Caches:
     """Whether a block cannot be cut between tokens: it travels whole then."""
 
     @classmethod
-    def of(cls, kv_caches: Mapping[str, Any], layout: str, **geometry: Any) -> Caches:
+    def of(cls, kv_caches: Mapping[str, Any], layout: str, *, mappable: bool = False, **geometry: Any) -> Caches:
         """Arguments and errors as of `pool_of`; ``layout`` is what is inside a block (`Layout`)."""
-        pools = {WHOLE: pool_of(kv_caches, **geometry)}
+        pools = {WHOLE: pool_of(kv_caches, mappable=mappable, **geometry)}
         if layout == Layout.CPU_VEC:
             pools[KEYS], pools[VALUES] = planes_of(kv_caches, block_size=geometry["block_size"])
         return cls(pools, layout != Layout.ROWS)
@@ -55,7 +58,13 @@ class Caches:
 
 
 def pool_of(
-    kv_caches: Mapping[str, Any], *, block_size: int, total_heads: int, tp_rank: int = 0, tp_size: int = 1
+    kv_caches: Mapping[str, Any],
+    *,
+    block_size: int,
+    total_heads: int,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    mappable: bool = False,
 ) -> PagePool:
     """A pool over the tensors; they stay alive while it is open.
 
@@ -64,6 +73,7 @@ def pool_of(
         block_size: tokens of a block, as vLLM's block manager counts.
         total_heads: KV heads of the model.
         tp_rank, tp_size: of this worker, which has a slice of the heads, or a copy of one that others have, too.
+        mappable: as of `PagePool.from_arrays`, where it can be.
 
     Raises:
         GeometryError: a tensor has another shape; the message names the layer.
@@ -81,6 +91,11 @@ def pool_of(
         head_offset=min(tp_rank * total_heads // tp_size, max(0, total_heads - num_heads)),
         total_heads=max(total_heads, num_heads),
     )
+    if mappable:
+        try:
+            return PagePool.from_arrays(spec, {"fused": layers}, order="HND", external=True, mappable=True)
+        except RegistrationError as error:
+            _log.warning("instances on this host copy pages through the kernel, at half the speed: %s", error)
     return PagePool.from_arrays(spec, {"fused": layers}, order="HND", external=True)
 
 

@@ -40,6 +40,9 @@ class ConnectorConfig:
     """Budget of one transfer, the connection included."""
     peer_timeout_s: float = 5.0
     """As of `hurray_rdma.Engine`."""
+    map_caches: bool = True
+    """On the CPU: replaces the memory of vLLM's cache tensors, in place, by such as instances on this host can map
+    (`PagePool.from_arrays`)."""
     switch_interval_s: float = 1e-4
     """How long vLLM's loop may keep Python's lock while the engine's thread waits for it (`sys.setswitchinterval`, of
     the whole process: with Python's own 5 ms each step of a hand-over waits so long). A shorter one stays."""

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -110,6 +111,7 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
             total_heads=model.get_total_num_kv_heads(),
             tp_rank=rank,
             tp_size=size,
+            mappable=self._config.map_caches and current_platform.is_cpu(),
         )
         self._worker = WorkerSide(self._caches, self._config, tp_rank=rank, listens=self._listens)
 
@@ -176,8 +178,6 @@ def model_of(vllm_config: Any) -> str:
 
 def layout_of(vllm_config: Any, kv_cache_config: Any) -> str:
     """What the attention backend keeps inside a block, as of `Layout`; the CPU's depends on its instructions."""
-    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks at the machine
-
     if not current_platform.is_cpu() or vllm_config.model_config.use_mla:
         return Layout.ROWS
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - where there is such a backend
