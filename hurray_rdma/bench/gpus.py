@@ -140,13 +140,13 @@ def _judge(index: int, gpu: Gpu, facts: GpuFacts, transports: Collection[str]) -
     network = sorted(name for name in transports if name.startswith(_NETWORK))
     direct = "dma-buf" if gpu.dma_buf else "nvidia_peermem" if facts.peer_memory else ""
     direct = direct if gpu.gpu_direct else ""
-    here = "cuda_ipc" if "cuda_ipc" in transports else "staged through the host"
+    here = "by cuda_ipc" if "cuda_ipc" in transports else "staged through the host"
     apart = [other for other in range(len(facts.gpus)) if other != index and other not in gpu.peers]
     if apart and "cuda_ipc" in transports:
         here += f" (but staged through the host to GPUs {_listed(apart)})"
     there = f"{network[0]} by {direct}" if network and direct else "staged through the host"
     found = f"{gpu.name}, CUDA {facts.cuda}; reaches GPUs {_listed(gpu.peers)}; network cards {_listed(gpu.cards)}"
-    found += f"; pages to a process of this host go by {here}, to another host {there}"
+    found += f"; pages to a process of this host go {here}, to another host {there}"
     if gpu.flushed:
         found += "; what peers wrote is flushed before kernels see it"
     if not {"cuda_copy", "cuda_ipc"} <= set(transports):

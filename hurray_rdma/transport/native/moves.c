@@ -27,7 +27,8 @@ typedef struct hurray_closing {
     uint64_t completed;
     int status;
     int64_t holders;
-    int described; /* the request that is to be described has been completed, or looked at: the second of both frees it */
+    int described;
+    char description[HURRAY_DESCRIPTION_SIZE]; /* while `described` is 0, UCX may be writing it */
 } progress_t;
 
 static uint64_t now_ns(void)
@@ -59,47 +60,31 @@ static void progress_fail(progress_t *progress, ucs_status_t status)
     __atomic_compare_exchange_n(&progress->status, &expected, (int)status, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-static void complete(progress_t *progress, ucs_status_t status)
+static void on_complete(void *request, ucs_status_t status, void *user_data)
 {
+    progress_t *progress = user_data;
     if (status != UCS_OK) {
         progress_fail(progress, status);
     }
+    ucp_request_free(request);
     __atomic_add_fetch(&progress->completed, 1, __ATOMIC_ACQ_REL);
     progress_drop(progress);
 }
 
-static void on_complete(void *request, ucs_status_t status, void *user_data)
-{
-    ucp_request_free(request);
-    complete(user_data, status);
-}
-
-/* Of the one request that is described: the thread that posted it may be looking at it. */
-static void on_described_complete(void *request, ucs_status_t status, void *user_data)
+/* The same, and asks UCX what it did. Here, within its progress, nothing of what UCX looks at changes meanwhile. */
+static void on_complete_describe(void *request, ucs_status_t status, void *user_data)
 {
     progress_t *progress = user_data;
-
-    if (__atomic_exchange_n(&progress->described, 1, __ATOMIC_ACQ_REL)) {
-        ucp_request_free(request);
-    }
-    complete(progress, status);
-}
-
-/* Asks UCX what it does for a request whose callback is on_described_complete. */
-static void describe(progress_t *progress, void *request, char *text)
-{
     ucp_request_attr_t attr = {
         .field_mask = UCP_REQUEST_ATTR_FIELD_INFO_STRING | UCP_REQUEST_ATTR_FIELD_INFO_STRING_SIZE,
-        .debug_string = text,
-        .debug_string_size = HURRAY_DESCRIPTION_SIZE,
+        .debug_string = progress->description,
+        .debug_string_size = sizeof(progress->description),
     };
 
-    if (ucp_request_query(request, &attr) != UCS_OK) {
-        text[0] = '\0';
+    if (status == UCS_OK && ucp_request_query(request, &attr) == UCS_OK) {
+        __atomic_store_n(&progress->described, 1, __ATOMIC_RELEASE);
     }
-    if (__atomic_exchange_n(&progress->described, 1, __ATOMIC_ACQ_REL)) {
-        ucp_request_free(request);
-    }
+    on_complete(request, status, user_data);
 }
 
 /* True when the time is up; a stop brings the deadline forward. */
@@ -234,7 +219,6 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
     hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
     progress_t *progress = progress_new();
     ucp_request_param_t param;
-    ucs_status_ptr_t result;
     ucs_status_t waited, drained, failed;
     const uint64_t asked_ns = deadline_ns;
 
@@ -270,13 +254,10 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
         __atomic_add_fetch(&progress->holders, 1, __ATOMIC_ACQ_REL);
         outcome.posted++;
         outcome.nbytes += plan.lengths[i];
-        param.cb.send = (description != NULL && i == 0) ? on_described_complete : on_complete;
-        result = direction == HURRAY_PUT ? ucp_put_nbx(ep, local, plan.lengths[i], remote, rkey, &param)
-                                         : ucp_get_nbx(ep, local, plan.lengths[i], remote, rkey, &param);
-        if (description != NULL && i == 0 && UCS_PTR_IS_PTR(result)) {
-            describe(progress, result, description);
-        }
-        outcome.status = account(progress, result);
+        param.cb.send = (description != NULL && i == 0) ? on_complete_describe : on_complete;
+        outcome.status = account(progress, direction == HURRAY_PUT
+                                               ? ucp_put_nbx(ep, local, plan.lengths[i], remote, rkey, &param)
+                                               : ucp_get_nbx(ep, local, plan.lengths[i], remote, rkey, &param));
     }
 
     /* Also after a failure: what is in flight must land, or be known not to, before the caller may go on. */
@@ -299,6 +280,9 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
         outcome.status = failed != UCS_OK ? failed : waited;
     }
     outcome.settled = (outcome.posted == 0) || (drained == UCS_OK && failed == UCS_OK);
+    if (description != NULL && __atomic_load_n(&progress->described, __ATOMIC_ACQUIRE)) {
+        memcpy(description, progress->description, sizeof(progress->description));
+    }
     progress_drop(progress);
     return outcome;
 }

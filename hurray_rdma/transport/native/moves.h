@@ -34,7 +34,7 @@ typedef struct {
  * at their destination. `stop` may become non-zero at any time (from another thread): posting ends, what is in flight
  * is waited for. `deadline_ns` is CLOCK_MONOTONIC. When outcome.completed < outcome.posted the local memory is still
  * in use by UCX: only closing the endpoint by force ends that. `description`, if not NULL, becomes UCX's own words for
- * what it does with the first piece (ucp_request_query); it stays as it is where that was done at once.
+ * what it did with the first piece (ucp_request_query); it stays as it is where that was done at once, or failed.
  */
 hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_t direction, uint64_t local_base,
                              ucp_mem_h local_memory, uint64_t remote_base, ucp_rkey_h rkey, hurray_plan_t plan,
