@@ -62,8 +62,13 @@ class RemotePool:
 
     @property
     def lane(self) -> str:
-        """UCX transport that carries pages."""
-        return self.memories[0].lane_from(self.device) if self.memories else FRAMES_LANE
+        """UCX transport that carries pages; of a GPU's, where UCX chooses for each region, the slow one it took."""
+        if not self.memories:
+            return FRAMES_LANE
+        if self.device == self.pool.device == "cpu":
+            return self.memories[0].lane_from(self.device)
+        lanes = [memory.lane_from(self.device) for memory in self.memories]
+        return next((lane for lane in lanes if lane.endswith("(staged)")), lanes[0])
 
     @property
     def path(self) -> str:

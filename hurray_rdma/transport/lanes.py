@@ -93,7 +93,8 @@ def carried_by(description: str) -> str:
     >>> carried_by("{proto} put(multi) from cuda memory length 65536 software emulation tcp/lo 11.9 MB/s 327.88 us")
     'tcp (staged)'
     """
-    transports = _joined(_CARRIER.findall(description))
+    what, _, how = description.rpartition(" length ")  # before it is the memory: "from cuda/GPU0"
+    transports = _joined(_CARRIER.findall(how if what else description))
     return f"{transports} (staged)" if transports and _EMULATED in description else transports
 
 

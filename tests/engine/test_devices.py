@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -159,3 +159,30 @@ def test_a_lane_through_the_host_is_warned_of_once(pool: PagePool, caplog: pytes
         assert (seen.lane, seen.path) == ("tcp (staged)", "put")
     (record,) = caplog.records
     assert "from cuda:1 to cpu travel over tcp (staged)" in record.getMessage()
+
+
+@dataclass
+class MovedMemory:
+    """A region of which UCX has said what carries it."""
+
+    lane: str
+
+    def lane_from(self, device: str) -> str:
+        return self.lane
+
+
+@pytest.mark.parametrize(
+    ("lanes", "told"),
+    [
+        (("cuda_ipc", "cuda_ipc"), "cuda_ipc"),
+        (("cuda_ipc", "posix (staged)", "cuda_ipc"), "posix (staged)"),
+        (("tcp (staged)",), "tcp (staged)"),
+    ],
+)
+def test_the_lane_of_a_gpu_pool_is_the_slow_one_where_its_regions_differ(
+    pool: PagePool, lanes: tuple[str, ...], told: str
+) -> None:
+    remotes = told_of(announced(pool, 0, "", "cuda:0"))
+    (remote,) = remotes.all()
+    remotes._open[0] = replace(remote, memories=tuple(map(MovedMemory, lanes)))
+    assert remotes.pool_for(SPEC, None, device="cuda:1").lane == told

@@ -15,7 +15,7 @@ from hurray_rdma.format import MemoryClass
 from hurray_rdma.plan import check_table, entries_among, rewrite
 from hurray_rdma.transport import Backing, Context, default_context
 from hurray_rdma.transport.cuda import MemoryType, Trait, driver
-from tests.engine.gpus import SPEC, cupy_or_skip, to_host
+from tests.engine.gpus import SPEC, cupy_or_skip, to_host, torch_or_skip
 
 pytestmark = pytest.mark.gpu
 BITS = CacheSpec(num_layers=1, num_heads=2, head_dim=64, page_size=16, dtype="bfloat16", roles=("fused",))
@@ -61,7 +61,7 @@ def test_cupy_arrays_are_pools_in_place(cupy: Any) -> None:
 
 
 def test_torch_tensors_are_pools_in_place(cupy: Any) -> None:
-    torch = pytest.importorskip("torch")
+    torch = torch_or_skip()
     tensor = torch.zeros(SHAPE, dtype=torch.bfloat16, device="cuda:0")
     with PagePool.from_arrays(BITS, {"fused": [tensor]}) as pool:
         assert (pool.device, pool.regions[0].address) == ("cuda:0", tensor.data_ptr())
@@ -132,6 +132,21 @@ def test_tables_are_checked_and_rewritten_on_the_device_as_on_the_host(cupy: Any
     for each in (table, cupy.asarray(table)):
         with pytest.raises(GeometryError, match=r"block_table\[1507\] = 10000"):
             check_table(each, num_pages=10_000)
+
+
+def test_tables_of_torch_are_checked_and_rewritten_on_the_device_as_on_the_host(cupy: Any) -> None:
+    torch = torch_or_skip()
+    random = np.random.default_rng(3)
+    table = random.integers(0, 1000, (8, 50)).astype(np.int32)
+    src, dst = np.arange(1000, dtype=np.uint32), random.permutation(1000).astype(np.uint32)
+    there = torch.from_numpy(table).to("cuda:0")
+    check_table(there, num_pages=1000)
+    result = rewrite(there, src, dst, num_pages=1000)
+    assert (result.device.type, result.dtype) == ("cuda", torch.int32)
+    assert (to_host(result) == rewrite(table, src, dst, num_pages=1000)).all()
+    some = np.unique(table)[::2].astype(np.uint32)
+    found = entries_among(there, some, num_pages=1000)
+    assert (to_host(found) == entries_among(table, some, num_pages=1000)).all()
 
 
 def test_the_doctor_has_a_finding_for_each_gpu(cupy: Any) -> None:
