@@ -45,6 +45,7 @@ def test_a_lane_is_named_by_the_memory_at_its_two_ends(
             "cuda_ipc",
             Reach.ADDRESS,
         ),
+        ("{cpml|proto} put(multi) from cuda/gpu0 length 65536 zero-copy cuda_ipc/cuda", "cuda_ipc", Reach.ADDRESS),
         ("put from host memory length 4096 software emulation posix/memory 11.9 MB/s", "posix (staged)", Reach.ADDRESS),
         ("put from cuda memory length 4096 software emulation rc_mlx5/mlx5_0:1", "rc_mlx5 (staged)", Reach.ADDRESS),
         (
