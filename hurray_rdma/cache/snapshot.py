@@ -6,6 +6,7 @@ Knows pages, tables and the descriptors that describe them; moves nothing and le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +18,7 @@ from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import (
+    Counts,
     Descriptor,
     DeviceTag,
     Dialect,
@@ -26,7 +28,9 @@ from hurray_rdma.format import (
     MemoryClass,
     PerBlockAffine,
     dequantize,
-    encode_marked,
+    encode,
+    mark_bytes,
+    with_counts,
 )
 
 __all__ = ["Snapshot"]
@@ -113,8 +117,15 @@ class Snapshot:
 
     def encode_descriptors(self, *, dialect: Dialect | DialectName = Dialect.ADR_024) -> bytes:
         """The bytes of `descriptors`, one after the other, without making each of them."""
-        tensors = self.pool.spec.tensors
-        return encode_marked(self._descriptor(*tensors[0]), self.pool.spec.tensor_marks, dialect=dialect)
+        pool = self.pool
+        template = _template(pool.spec, pool.num_pages, pool.device, pool.backing.name, Dialect.of(dialect))
+        return mark_bytes(with_counts(template, self._counts()), pool.spec.tensor_marks)
+
+    def _counts(self) -> Counts:
+        # They fit the pool and one another: the arrays were checked.
+        return Counts.of(
+            total_tokens=self.total_tokens, num_seqs=self.num_seqs, block_table_length=len(self.block_table)
+        )
 
     def tables_like(self, like: Any) -> tuple[Any, Any, Any]:
         """``block_table``, ``seq_ptr`` and ``seq_lens`` as int32 arrays of the library and device of another array.
@@ -181,28 +192,60 @@ class Snapshot:
         return f"<Snapshot of {self.num_seqs} sequences, {self.total_tokens} tokens, {len(self.block_table)} entries>"
 
     def _descriptor(self, role: str, layer: int) -> Descriptor:
-        spec = self.pool.spec
-        return Descriptor.paged(
-            element_type=spec.element_type,
+        pool = self.pool
+        return _described(
+            pool.spec,
+            pool.num_pages,
+            pool.device,
+            pool.backing.name,
+            tensor=(role, layer),
             total_tokens=self.total_tokens,
-            num_heads=spec.num_heads,
-            head_dim=spec.head_dim,
-            page_size=spec.page_size,
-            num_pages=self.pool.num_pages,
             num_seqs=self.num_seqs,
             block_table_length=len(self.block_table),
-            kv_role=_ROLES[role],
-            layer_index=layer,
-            device_tag=DeviceTag.of_device(self.pool.device),
-            memory_class=_MEMORY_CLASSES[self.pool.backing.name],
-            alignment=_ALIGNMENT_NBYTES,
-            quantization=_quantization(spec),
         )
 
     def _check_seq(self, seq: int) -> int:
         if not 0 <= seq < self.num_seqs:
             raise GeometryError(f"must be from 0 to {self.num_seqs - 1}", field="seq", value=seq)
         return seq
+
+
+def _described(
+    spec: CacheSpec,
+    num_pages: int,
+    device: str,
+    backing: str,
+    *,
+    tensor: tuple[str, int],
+    total_tokens: int,
+    num_seqs: int,
+    block_table_length: int,
+) -> Descriptor:
+    role, layer = tensor
+    return Descriptor.paged(
+        element_type=spec.element_type,
+        total_tokens=total_tokens,
+        num_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        page_size=spec.page_size,
+        num_pages=num_pages,
+        num_seqs=num_seqs,
+        block_table_length=block_table_length,
+        kv_role=_ROLES[role],
+        layer_index=layer,
+        device_tag=DeviceTag.of_device(device),
+        memory_class=_MEMORY_CLASSES[backing],
+        alignment=_ALIGNMENT_NBYTES,
+        quantization=_quantization(spec),
+    )
+
+
+@lru_cache(maxsize=256)
+def _template(spec: CacheSpec, num_pages: int, device: str, backing: str, dialect: Dialect) -> bytes:
+    """The bytes of a descriptor of any snapshot of such a pool."""
+    counts = {"total_tokens": 1, "num_seqs": 1, "block_table_length": 1}
+    descriptor = _described(spec, num_pages, device, backing, tensor=spec.tensors[0], **counts)
+    return encode(descriptor, dialect=dialect)
 
 
 def _int32_like(values: NDArray[np.int32], like: Any) -> Any:

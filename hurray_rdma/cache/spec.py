@@ -188,6 +188,16 @@ class CacheSpec:
             raise GeometryError(f"must be {known}", field="layer", value=layer)
         return place * len(self.roles) + self.roles.index(role)
 
+    def indices(self, layers: Iterable[int], /) -> list[int]:
+        """Places in `tensors` of every role of these layers, in their order.
+
+        Raises:
+            GeometryError: there is no such layer.
+        """
+        count, first = len(self.roles), self.roles[0]
+        starts = [self.index(first, layer) for layer in layers]
+        return [place for start in starts for place in range(start, start + count)]
+
 
 def _layers(layers: Iterable[int] | None, num_layers: int) -> tuple[int, ...]:
     if layers is None:

@@ -172,8 +172,9 @@ class Arrival:
     async def _wait(self, event: asyncio.Event, what: str, timeout_s: float | None) -> None:
         budget_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(budget_s):
-                await event.wait()
+            if not event.is_set():
+                async with asyncio.timeout(budget_s):
+                    await event.wait()
         except TimeoutError:
             raise DeadlineExceededError(
                 f"{what} of {self.key!r} did not arrive in time", field="timeout_s", value=budget_s

@@ -7,7 +7,10 @@ format, each other, the tables beside them and the receiver's pool.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from hurray_rdma.cache import (
     CacheSpec,
@@ -28,8 +31,18 @@ from hurray_rdma.control import (
     Published,
     SnapshotFields,
 )
-from hurray_rdma.errors import ConfigError, GeometryError
-from hurray_rdma.format import DeviceTag, Dialect, check_transferable, decode, encode_marked, iter_descriptors
+from hurray_rdma.errors import ConfigError, GeometryError, HurrayError
+from hurray_rdma.format import (
+    Counts,
+    DeviceTag,
+    Dialect,
+    check_transferable,
+    counts_of,
+    decode,
+    iter_descriptors,
+    mark_bytes,
+    with_counts,
+)
 from hurray_rdma.plan import PageMap, check_pair, map_pages
 from hurray_rdma.transport import Context
 
@@ -158,49 +171,105 @@ def check_snapshot(
         DeviceUnavailableError: the pages are in memory of a device that it has not named.
         GeometryError: descriptors, tables and pool do not fit together.
     """
-    first = decode(told.descriptors, dialect=dialect)
-    order, total_heads = told.order, told.total_heads or None
-    if encode_marked(first, dest.tensor_marks, dialect=dialect) == told.descriptors:
-        # What a sender of the same cache writes, to the byte: what holds for one of them holds for all.
-        check_transferable(first)
-        source = spec_from(
-            first,
-            roles=dest.roles,
-            layers=dest.layer_indices,
-            order=order,
-            head_offset=told.head_offset,
-            total_heads=total_heads,
-            known=dest,
-        )
-    else:
-        descriptors = list(iter_descriptors(told.descriptors, dialect=dialect))
-        for descriptor in descriptors:
-            check_transferable(descriptor)
-        source = spec_of(descriptors, order=order, head_offset=told.head_offset, total_heads=total_heads)
-    check_pair(source, dest)
-    if first.device_tag not in devices:
+    source = _known_source(told, dest, dialect) or _source(told, dest, dialect)
+    check_pair(source.spec, dest)
+    if source.device_tag not in devices:
         raise DeviceUnavailableError(
             f"the peer named the device tags {sorted(map(int, devices))}",
             field="device_tag",
-            value=int(first.device_tag),
+            value=source.device_tag,
         )
-    total_tokens = int(told.seq_lens.sum(dtype="uint64"))
-    for name, described, given in (
-        ("num_seqs", first.num_seqs, len(told.seq_lens)),
-        ("total_tokens", first.total_tokens, total_tokens),
-        ("block_table_length", first.block_table_length, len(told.block_table)),
-    ):
-        if described != given:
-            raise GeometryError(f"the tables beside the descriptors have {given}", field=name, value=described)
     page_map = map_pages(
         told.block_table,
         told.seq_ptr,
         told.seq_lens,
-        num_pages=first.num_pages,
-        src_page_size=source.page_size,
+        num_pages=source.num_pages,
+        src_page_size=source.spec.page_size,
         dst_page_size=dest.page_size,
     )
-    return source, page_map
+    return source.spec, page_map
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What descriptors tell of the pool that a snapshot is in."""
+
+    spec: CacheSpec
+    num_pages: int
+    device_tag: int
+
+
+def _source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> _Source:
+    """What descriptors tell, each of them checked, and that the tables beside them have what they count."""
+    descriptors = list(iter_descriptors(told.descriptors, dialect=dialect))
+    for descriptor in descriptors:
+        check_transferable(descriptor)
+    spec = spec_of(descriptors, order=told.order, head_offset=told.head_offset, total_heads=told.total_heads or None)
+    first = descriptors[0]
+    for name, described, given in (
+        ("num_seqs", first.num_seqs, len(told.seq_lens)),
+        ("total_tokens", first.total_tokens, _total_tokens(told)),
+        ("block_table_length", first.block_table_length, len(told.block_table)),
+    ):
+        if described != given:
+            raise GeometryError(f"the tables beside the descriptors have {given}", field=name, value=described)
+    return _Source(spec, first.num_pages, int(first.device_tag))
+
+
+def _total_tokens(told: SnapshotFields) -> int:
+    return int(np.add.reduce(told.seq_lens, dtype=np.uint64))
+
+
+_ANY_COUNTS = Counts.of(total_tokens=1, num_seqs=1, block_table_length=1)
+_MAX_KNOWN_NBYTES = 1024
+"""Of a descriptor that is remembered; an ordinary one has 133."""
+
+
+def _known_source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> _Source | None:
+    """As `_source`, of what senders of the same cache write: descriptors that are alike to the byte but for role and
+    layer, and count what the tables have. The rest of such bytes is looked at once. None: it is not that, or wrong."""
+    num_tensors, data = len(dest.tensor_marks), told.descriptors
+    nbytes = len(data) // num_tensors
+    if told.num_descriptors != num_tensors or nbytes > _MAX_KNOWN_NBYTES or nbytes * num_tensors != len(data):
+        return None
+    first = data[:nbytes]
+    counts = counts_of(first)
+    expected = Counts.of(
+        total_tokens=_total_tokens(told), num_seqs=len(told.seq_lens), block_table_length=len(told.block_table)
+    )
+    if counts != expected or mark_bytes(first, dest.tensor_marks) != data:
+        return None
+    order, total_heads = told.order, told.total_heads or None
+    return _looked_at(
+        with_counts(first, _ANY_COUNTS),
+        dest,
+        dialect,
+        order=order,
+        head_offset=told.head_offset,
+        total_heads=total_heads,
+    )
+
+
+@lru_cache(maxsize=64)
+def _looked_at(
+    data: bytes, dest: CacheSpec, dialect: Dialect, *, order: str, head_offset: int, total_heads: int | None
+) -> _Source | None:
+    """What one descriptor tells, of whichever role and layer; None if anything is wrong."""
+    try:
+        first = decode(data, dialect=dialect)
+        check_transferable(first)
+        spec = spec_from(
+            first,
+            roles=dest.roles,
+            layers=dest.layer_indices,
+            order=order,
+            head_offset=head_offset,
+            total_heads=total_heads,
+            known=dest,
+        )
+    except HurrayError:
+        return None  # whoever looks at all of it says what
+    return _Source(spec, first.num_pages, int(first.device_tag))
 
 
 def check_published(

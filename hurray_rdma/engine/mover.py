@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache import PagePool
 from hurray_rdma.errors import HurrayError
-from hurray_rdma.plan import Move, Plan, TransferPlan
+from hurray_rdma.plan import MovesTogether, Plan, TransferPlan
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
 __all__ = ["Mover", "Moves"]
@@ -87,11 +87,12 @@ class Mover:
         step = max(1, _MIN_MOVE_NBYTES // max(1, self._plan.nbytes // spec.num_layers))
         try:
             for start in range(0, len(layers), step):
-                tensors = [(role, layer) for layer in layers[start : start + step] for role in spec.roles]
-                self._move([move for tensor in tensors for move in self._plan.moves(*tensor)], moves)
+                tensors = spec.indices(layers[start : start + step])
+                for same in self._plan.together(tensors):
+                    self._move(same, moves)
                 if self._reads:
                     self._pool.make_visible()
-                ended([spec.index(*tensor) for tensor in tensors])
+                ended(tensors)
         except HurrayError as error:
             self.in_doubt = self.in_doubt or error.in_doubt
             raise
@@ -100,21 +101,14 @@ class Mover:
             raise
         return moves
 
-    def _move(self, moves: list[Move], done: Moves) -> None:
-        """One call for all moves with the same program between the same two regions."""
-        together: dict[tuple[int, int, int], list[Move]] = {}
-        for move in moves:
-            key = (id(move.program), move.src_region_index, move.dst_region_index)
-            together.setdefault(key, []).append(move)
-        for (_, src_region, dst_region), same in together.items():
-            here, there = (dst_region, src_region) if self._reads else (src_region, dst_region)
-            local, remote = self._pool.regions[here], self._memories[there]
-            bases = [(move.src_base_nbytes, move.dst_base_nbytes) for move in same]
-            for plan in same[0].program.plans():
-                self._run(local, remote, plan, bases, done)
-            zeros = same[0].program.zeros
-            if zeros is not None:
-                self._run(self._all_zeros(), remote, zeros, [(0, dst_base) for _, dst_base in bases], done)
+    def _move(self, same: MovesTogether, done: Moves) -> None:
+        program, src_region, dst_region, bases = same
+        here, there = (dst_region, src_region) if self._reads else (src_region, dst_region)
+        local, remote = self._pool.regions[here], self._memories[there]
+        for plan in program.plans():
+            self._run(local, remote, plan, bases, done)
+        if program.zeros is not None:
+            self._run(self._all_zeros(), remote, program.zeros, [(0, dst_base) for _, dst_base in bases], done)
 
     def _all_zeros(self) -> Region:
         index = self._pool.device_index

@@ -322,8 +322,8 @@ class Receiver:
             self._unexpected.append(checked)
             self._place_expected()
             return
-        self._waiting.append(checked)
-        self._grant_in_order()
+        if len(self._waiting) or not self._grant(checked):
+            self._waiting.append(checked)
 
     def _refuse(self, link: Link, transfer_id: int, error: HurrayError) -> None:
         if not isinstance(error, StaleGenerationError):  # which is offered again
@@ -373,18 +373,24 @@ class Receiver:
     def _grant_in_order(self) -> None:
         """Grants from the head of the queue while pages last; never past an offer that must wait."""
         self._free_when_full = None
-        while not self._holding and not self.pool.closed and (head := self._waiting.first()) is not None:
-            whole = self.granted.unfilled.get(head.offer.key)
-            try:
-                if whole is not None:
-                    self._granting.join(whole, head)
-                elif not self._granting.grant(head):
-                    self._free_when_full = self.pool.allocator.accounts().free
-                    self._ahead.recall("the pages are needed")
-                    return
-            except HurrayError as error:
-                self._refuse(*head.key, error)
+        while (head := self._waiting.first()) is not None and self._grant(head):
             self._waiting.remove(*head.key)
+
+    def _grant(self, offer: GoodOffer) -> bool:
+        """Grants an offer its pages, or refuses it; False if it has to wait."""
+        if self._holding or self.pool.closed:
+            return False
+        whole = self.granted.unfilled.get(offer.offer.key)
+        try:
+            if whole is not None:
+                self._granting.join(whole, offer)
+            elif not self._granting.grant(offer):
+                self._free_when_full = self.pool.allocator.accounts().free
+                self._ahead.recall("the pages are needed")
+                return False
+        except HurrayError as error:
+            self._refuse(*offer.key, error)
+        return True
 
     # Pages that the application has chosen.
 

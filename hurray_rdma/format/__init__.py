@@ -17,6 +17,7 @@ from hurray_rdma.format.codec import (
     encode_tensors,
     mark_tensors,
 )
+from hurray_rdma.format.counts import Counts, counts_of, mark_bytes, with_counts
 from hurray_rdma.format.dequantize import dequantize
 from hurray_rdma.format.descriptor import Descriptor
 from hurray_rdma.format.dtypes import (
@@ -64,6 +65,7 @@ __all__ = [
     "AnnotatedField",
     "Annotation",
     "BufferEntry",
+    "Counts",
     "Descriptor",
     "DescriptorError",
     "DescriptorReader",
@@ -86,6 +88,7 @@ __all__ = [
     "SyncMode",
     "annotate",
     "check_transferable",
+    "counts_of",
     "cupy_dtype",
     "decode",
     "decode_quantization",
@@ -100,6 +103,7 @@ __all__ = [
     "encode_quantization",
     "encode_tensors",
     "iter_descriptors",
+    "mark_bytes",
     "mark_tensors",
     "numpy_dtype",
     "pack_codes",
@@ -108,4 +112,5 @@ __all__ = [
     "torch_dtype",
     "unpack_codes",
     "validate_indices",
+    "with_counts",
 ]

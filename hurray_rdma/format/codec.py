@@ -11,6 +11,7 @@ from struct import Struct
 
 from hurray_rdma.errors import DescriptorError
 from hurray_rdma.format.buffers import ENTRY, BufferEntry
+from hurray_rdma.format.counts import mark_bytes
 from hurray_rdma.format.cursor import BytesLike, Cursor
 from hurray_rdma.format.descriptor import Descriptor, check_tensor
 from hurray_rdma.format.elements import BY_TAG, ExtensionType, type_tag_rule
@@ -312,12 +313,7 @@ def encode_marked(
     Raises:
         DescriptorError: as `encode`.
     """
-    template = encode(first, dialect=dialect)
-    if not marks:
-        return b""
-    start = OFFSETS["kv_role"]
-    head, tail = template[:start], template[start + _ROLE_AND_LAYER.size :]
-    return b"".join((head, (tail + head).join(marks), tail))
+    return mark_bytes(encode(first, dialect=dialect), marks)
 
 
 def _same_but_tensor(a: Descriptor, b: Descriptor) -> bool:

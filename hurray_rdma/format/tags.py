@@ -7,6 +7,7 @@ descriptor they stand.
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 from typing import Literal
 
 from hurray_rdma.errors import DescriptorError
@@ -69,6 +70,7 @@ class DeviceTag(IntEnum):
         return self.name.lower()
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of_device(cls, device: str) -> DeviceTag:
         """The tag of ``"cpu"``, or of a device with a number: ``"cuda:0"``.
 

@@ -13,11 +13,12 @@ from hurray_rdma.plan.packed import pack, packed_nbytes, unpack
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.rewrite import rewrite
 from hurray_rdma.plan.tables import dedupe, valid_pages
-from hurray_rdma.plan.transfer import Move, Program, TransferPlan, plan_transfer
+from hurray_rdma.plan.transfer import Move, MovesTogether, Program, TransferPlan, plan_transfer
 
 __all__ = [
     "Cutter",
     "Move",
+    "MovesTogether",
     "PageMap",
     "Pieces",
     "Plan",

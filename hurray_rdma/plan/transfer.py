@@ -6,7 +6,7 @@ page IDs and offsets; knows no memory and no peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from hurray_rdma.plan.operations import Plan
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.pieces import MAX_OPERATIONS, Strides, Tile, make_tile, plans_of
 
-__all__ = ["Move", "Program", "TransferPlan", "plan_transfer"]
+__all__ = ["Move", "MovesTogether", "Program", "TransferPlan", "plan_transfer"]
 
 Uint32 = NDArray[np.uint32]
 Offsets = NDArray[np.uint64]
@@ -71,6 +71,16 @@ class Move(NamedTuple):
     program: Program
 
 
+class MovesTogether(NamedTuple):
+    """One program at several places between the same two regions."""
+
+    program: Program
+    src_region_index: int
+    dst_region_index: int
+    bases_nbytes: list[tuple[int, int]]
+    """In the source's region and in the destination's, bytes, one pair for each place."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
     """Everything that one side writes into the other for one offer."""
@@ -101,6 +111,24 @@ class TransferPlan:
         """
         first = self._spec.index(role, layer) * len(self._parts)
         return tuple([self._move(part, index) for index, part in enumerate(self._parts, first)])
+
+    def together(self, tensors: Iterable[int]) -> list[MovesTogether]:
+        """The moves of several roles of layers, those that one call can make put together.
+
+        Args:
+            tensors: places in the source's ``spec.tensors``.
+        """
+        programs, sources, dests, count = self._programs, self._src_segments, self._dst_segments, len(self._parts)
+        found: dict[tuple[int, int, int], MovesTogether] = {}
+        for tensor in tensors:
+            for index in range(tensor * count, (tensor + 1) * count):
+                program, src, dst = programs[index], sources[index], dests[index]
+                key = id(program), src.region_index, dst.region_index
+                same = found.get(key)
+                if same is None:
+                    same = found[key] = MovesTogether(program, src.region_index, dst.region_index, [])
+                same.bases_nbytes.append((src.offset_nbytes, dst.offset_nbytes))
+        return list(found.values())
 
     def _move(self, part: Part, index: int) -> Move:
         src, dst = self._src_segments[index], self._dst_segments[index]

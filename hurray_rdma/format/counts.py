@@ -1,0 +1,74 @@
+"""The counts of a snapshot inside the bytes of its descriptors: read and written where they are.
+
+Snapshots of one cache have descriptors that differ in nothing else, so that what holds for the rest of the bytes needs
+to be found out once. Knows offsets of the block-paged layout (ADR-024 section 5); knows no rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple
+
+from hurray_rdma.format.rules import BUFFERS_OFFSET, ENTRY_NBYTES, OFFSETS
+from hurray_rdma.format.tags import IndexType
+
+__all__ = ["Counts", "counts_of", "mark_bytes", "with_counts"]
+
+_U32, _U64 = Struct("<I"), Struct("<Q")
+_TOTAL_TOKENS, _NUM_SEQS, _MARK = OFFSETS["total_tokens"], OFFSETS["num_seqs"], OFFSETS["kv_role"]
+_INDEX_TYPE = OFFSETS["block_table_index_type"]
+_BLOCK_TABLE, _SEQ_PTR = BUFFERS_OFFSET + ENTRY_NBYTES, BUFFERS_OFFSET + 2 * ENTRY_NBYTES
+_INDEX_NBYTES = IndexType.UINT32.itemsize
+_MIN_NBYTES = BUFFERS_OFFSET + 3 * ENTRY_NBYTES
+
+
+class Counts(NamedTuple):
+    """What a descriptor counts, its index buffers in bytes of uint32 entries."""
+
+    total_tokens: int
+    num_seqs: int
+    block_table_nbytes: int
+    seq_ptr_nbytes: int
+
+    @classmethod
+    def of(cls, *, total_tokens: int, num_seqs: int, block_table_length: int) -> Counts:
+        """Those of a snapshot."""
+        return cls(total_tokens, num_seqs, block_table_length * _INDEX_NBYTES, (num_seqs + 1) * _INDEX_NBYTES)
+
+
+def counts_of(data: bytes, /) -> Counts | None:
+    """The counts in the bytes of a descriptor; None if it is too short to have any, or its indices are no uint32."""
+    if len(data) < _MIN_NBYTES or data[_INDEX_TYPE] != IndexType.UINT32:
+        return None
+    (total_tokens,), (num_seqs,) = _U64.unpack_from(data, _TOTAL_TOKENS), _U32.unpack_from(data, _NUM_SEQS)
+    (block_table,), (seq_ptr,) = _U64.unpack_from(data, _BLOCK_TABLE), _U64.unpack_from(data, _SEQ_PTR)
+    return Counts(total_tokens, num_seqs, block_table, seq_ptr)
+
+
+def with_counts(data: bytes, counts: Counts, /) -> bytes:
+    """The bytes of the same descriptor with other counts.
+
+    Args:
+        data: a descriptor of which `counts_of` has told.
+        counts: what is to be in it.
+    """
+    out = bytearray(data)
+    _U64.pack_into(out, _TOTAL_TOKENS, counts.total_tokens)
+    _U32.pack_into(out, _NUM_SEQS, counts.num_seqs)
+    _U64.pack_into(out, _BLOCK_TABLE, counts.block_table_nbytes)
+    _U64.pack_into(out, _SEQ_PTR, counts.seq_ptr_nbytes)
+    return bytes(out)
+
+
+def mark_bytes(first: bytes, marks: Sequence[bytes], /) -> bytes:
+    """The descriptors that differ from one in role and layer alone, one after the other.
+
+    Args:
+        first: its bytes; its own role and layer do not count.
+        marks: of each tensor, in order, as of `mark_tensors`.
+    """
+    if not marks:
+        return b""
+    head, tail = first[:_MARK], first[_MARK + len(marks[0]) :]
+    return b"".join((head, (tail + head).join(marks), tail))
