@@ -49,6 +49,8 @@ class Case:
     num_layers: int = 1
     pool_pages: int = 0
     """Pages of the pools of both sides, of each layer; 0 is twice ``num_pages``."""
+    ahead_pages: int = 0
+    """What the receiver with a pool of its own grants ahead, as of `hurray_rdma.Engine`."""
     huge_pages: bool = True
     """Whether all memory asks for transparent huge pages."""
 

@@ -77,6 +77,9 @@ class LatencyConfig(_Table, frozen=True):
     num_pages: _Counts
     repeats: _Count
     """Transfers a round."""
+    ahead_pages: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Pages that the receiver (``hurray``) grants ahead, as of `hurray_rdma.Engine`: a small send
+    then asks for none."""
 
 
 class OverlapConfig(_Table, frozen=True):

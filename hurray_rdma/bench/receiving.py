@@ -162,7 +162,8 @@ class _Receiver:
                 continue
             self._open.callback(pool.close)
             fragment(pool.allocator, case)
-            engine = Engine(pool, listen="127.0.0.1:0")
+            ahead_pages = case.ahead_pages if party is Party.HURRAY else 0
+            engine = Engine(pool, listen="127.0.0.1:0", ahead_pages=ahead_pages)
             await engine.start()
             arrivals = Arrivals(engine, layers=spec.layer_indices if case.num_layers > 1 else (), look=self._first)
             self._open.push_async_callback(arrivals.end)

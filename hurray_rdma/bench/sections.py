@@ -115,7 +115,8 @@ def latency(rig: Mover, config: LatencyConfig, run: RunConfig, step: Step) -> tu
             num_pages=num_pages,
             pattern=Pattern.RANDOM,
             seed=run.seed,
-            pool_pages=max(_LATENCY_POOL_PAGES, 2 * num_pages),
+            pool_pages=max(_LATENCY_POOL_PAGES, 2 * num_pages) + config.ahead_pages,
+            ahead_pages=config.ahead_pages,
             huge_pages=run.huge_pages,
         )
         parties = rig.open(case, only=_SMALL_PARTIES)

@@ -104,6 +104,7 @@ def same_kind(device: str, other: str) -> bool:
     return DeviceTag.of_device(device) is DeviceTag.of_device(other)
 
 
+@lru_cache(maxsize=256)
 def pages_nbytes(spec: CacheSpec) -> int:
     """Bytes of one page of every role and layer, scales and zero points included."""
     return len(spec.tensors) * sum(page_nbytes_of(spec, part) for part in parts_of(spec))

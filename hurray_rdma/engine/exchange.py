@@ -34,8 +34,9 @@ __all__ = ["Exchange", "RemotePool", "Route", "offer_of", "retain"]
 
 _log = logging.getLogger(__name__)
 
-_INLINE_NBYTES = 512 << 10
-"""What is copied through a mapping on the event loop: a tenth of a millisecond, as long as a thread takes to begin."""
+_INLINE_NBYTES = 2 << 20
+"""What is copied through a mapping on the event loop: a third of a millisecond, as long as a thread takes to begin and
+to be heard of."""
 
 Answer = TypeVar("Answer")
 _T = TypeVar("_T")
