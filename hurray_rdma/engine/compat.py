@@ -7,8 +7,9 @@ format, each other, the tables beside them and the receiver's pool.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 
@@ -59,10 +60,12 @@ __all__ = [
 ]
 
 
-def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str, removed: bool) -> Pool:
-    """The POOL message for a receive pool: geometry, and what a peer needs to write into it; or of its end."""
-    if removed:
-        return Pool(pool_id=pool_id, generation=generation, name=name, removed=True)
+_PLACE = attrgetter(*Segment.__slots__)
+"""The fields of a `Segment` or of a `PoolSegment`; `dataclasses.astuple` copies each of them deeply."""
+
+
+def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str) -> Pool:
+    """The POOL message for a receive pool: geometry, and what a peer needs to write into it."""
     layout, spec = pool.layout, pool.spec
     remotes = [region.remote() for region in pool.regions]
     return Pool(
@@ -83,7 +86,7 @@ def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str, re
         zero_points=spec.zero_points,
         device=pool.device,
         regions=tuple(PoolRegion(remote_addr=r.remote_addr, nbytes=r.nbytes, rkey=r.rkey) for r in remotes),
-        segments=tuple(PoolSegment(*astuple(segment)) for segment in layout.segments),
+        segments=tuple(PoolSegment(*_PLACE(segment)) for segment in layout.segments),
     )
 
 
@@ -129,7 +132,7 @@ def announced_layout(pool: Pool) -> PoolLayout:
         scale_dtype=pool.scale_dtype,
         zero_points=pool.zero_points,
     ).with_order(pool.order)
-    segments = tuple(Segment(*astuple(segment)) for segment in pool.segments)
+    segments = tuple(Segment(*_PLACE(segment)) for segment in pool.segments)
     layout = PoolLayout(spec=spec, num_pages=pool.num_pages, segments=segments)
     layout.check_inside([region.nbytes for region in pool.regions])
     return layout

@@ -23,6 +23,7 @@ from hurray_rdma.control import (
     Offer,
     Offered,
     PeerBusyError,
+    Pool,
     Quiesced,
     Reserve,
     Reserved,
@@ -109,6 +110,7 @@ class Receiver:
         self._arrivals = arrivals
         self._tally = tally
         self._on_resume = on_resume
+        self._announced: Pool | None = None
         self._waiting = WaitingOffers(self._too_late)
         self._expects = False
         self._expected: dict[str, Placement] = {}
@@ -157,9 +159,7 @@ class Receiver:
         """Tells a sender of the pool, or of its end, if the pool is meant for it."""
         if link.peer.tenant != self.tenant or link.session.is_closed or self.pool.closed or self._closed:
             return
-        pool = announcement(
-            self.pool, pool_id=self.pool_id, generation=self.generation, name=self.name, removed=removed
-        )
+        pool = self._removal() if removed else self._announcement()
         try:
             link.session.announce(pool, now=self._loop.time())
         except HurrayError as error:  # it accepts no message of that length
@@ -167,6 +167,15 @@ class Receiver:
             link.cut()
         else:
             link.notify()
+
+    def _announcement(self) -> Pool:
+        # Made once for all senders: with many layers it is most of what a new one costs.
+        if self._announced is None or self._announced.generation != self.generation:
+            self._announced = announcement(self.pool, pool_id=self.pool_id, generation=self.generation, name=self.name)
+        return self._announced
+
+    def _removal(self) -> Pool:
+        return Pool(pool_id=self.pool_id, generation=self.generation, name=self.name, removed=True)
 
     async def adopt(self) -> None:
         """Takes back what an earlier engine on the pool left in quarantine, where registering anew makes that safe."""
