@@ -99,7 +99,7 @@ def test_a_snapshot_on_a_device_that_its_sender_has_not_named_is_refused(pool: P
 
 
 def announced(pool: PagePool, pool_id: int, name: str, device: str) -> Pool:
-    return replace(announcement(pool, pool_id=pool_id, generation=1, name=name, removed=False), device=device)
+    return replace(announcement(pool, pool_id=pool_id, generation=1, name=name), device=device)
 
 
 def told_of(*pools: Pool) -> RemotePools:

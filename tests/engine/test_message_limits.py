@@ -28,7 +28,7 @@ SHORT = 64 * 1024
 
 
 def announced_nbytes(pool: PagePool) -> int:
-    nbytes, _ = encode_parts(announcement(pool, pool_id=1, generation=1, name="more", removed=False), 1)
+    nbytes, _ = encode_parts(announcement(pool, pool_id=1, generation=1, name="more"), 1)
     return int(nbytes)
 
 

@@ -549,7 +549,7 @@ class FalseSource:
             self.heard.append(event)
             match event:
                 case SessionOpened():
-                    pool = announcement(self._pool, pool_id=0, generation=1, name="", removed=False)
+                    pool = announcement(self._pool, pool_id=0, generation=1, name="")
                     session.announce(pool, now=channel.now)
                 case Fetched(transfer_id=transfer_id):
                     session.publish(transfer_id, self._published(), now=channel.now)
