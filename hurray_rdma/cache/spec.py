@@ -6,7 +6,7 @@ Knows counts, dtypes and the order of axes inside a page; knows no memory and no
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -188,15 +188,18 @@ class CacheSpec:
             raise GeometryError(f"must be {known}", field="layer", value=layer)
         return place * len(self.roles) + self.roles.index(role)
 
-    def indices(self, layers: Iterable[int], /) -> list[int]:
+    def indices(self, layers: Sequence[int], /) -> list[int]:
         """Places in `tensors` of every role of these layers, in their order.
 
         Raises:
             GeometryError: there is no such layer.
         """
-        count, first = len(self.roles), self.roles[0]
-        starts = [self.index(first, layer) for layer in layers]
-        return [place for start in starts for place in range(start, start + count)]
+        count = len(self.roles)
+        starts = dict(zip(self.layer_indices, range(0, len(self.tensors), count), strict=True))
+        for layer in layers:
+            if layer not in starts:
+                self.index(self.roles[0], layer)  # which says what is wrong
+        return [place for layer in layers for place in range(starts[layer], starts[layer] + count)]
 
 
 def _layers(layers: Iterable[int] | None, num_layers: int) -> tuple[int, ...]:

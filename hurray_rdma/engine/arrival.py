@@ -106,8 +106,11 @@ class Arrival:
         spec = pool.spec
         # A layer is in place when every head of every role is: one sender may have all of them, or a slice.
         self._missing = dict.fromkeys(spec.layer_indices, spec.num_heads * len(spec.roles))
-        self._layers = {layer: asyncio.Event() for layer in spec.layer_indices}
-        self._gates: dict[int, dict[Gate, asyncio.TimerHandle]] = {layer: {} for layer in spec.layer_indices}
+        self._settled: set[int] = set()
+        """Layers that are in place, or never will be."""
+        self._events: dict[int, asyncio.Event] = {}
+        """Of the layers that somebody has waited for."""
+        self._gates: dict[int, dict[Gate, asyncio.TimerHandle]] = {}
         """What CUDA streams wait for, and until when."""
         self._complete = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -137,12 +140,15 @@ class Arrival:
             LeaseExpiredError: it was released.
             HurrayError: the transfer failed or was aborted.
         """
-        if layer not in self._layers:
-            raise GeometryError(f"must be one of {tuple(self._layers)}", field="layer", value=layer)
-        if stream is not None and not self._layers[layer].is_set():
+        if layer not in self._missing:
+            raise GeometryError(f"must be one of {tuple(self._missing)}", field="layer", value=layer)
+        if stream is not None and layer not in self._settled:
             await self._let_wait(stream, layer, self._timeout_s if timeout_s is None else timeout_s)
-        else:
-            await self._wait(self._layers[layer], f"layer {layer}", timeout_s)
+            return
+        event = self._events.setdefault(layer, asyncio.Event())
+        if layer in self._settled:
+            event.set()
+        await self._wait(event, f"layer {layer}", timeout_s)
 
     async def snapshot(self, *, timeout_s: float | None = None) -> Snapshot:
         """The complete snapshot: its block table holds page IDs of this engine's pool, aliases as the sender had them.
@@ -193,10 +199,12 @@ class Arrival:
         gates = context.gates
         if gates.exhausted:
             await apart(partial(gates.reserve, index=index))
-            if self._layers[layer].is_set():
+            if layer in self._settled:
                 return
         gate = gates.make(index=index)
-        self._gates[layer][gate] = asyncio.get_running_loop().call_later(timeout_s, self._open, layer, gate)
+        self._gates.setdefault(layer, {})[gate] = asyncio.get_running_loop().call_later(
+            timeout_s, self._open, layer, gate
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 await apart(partial(gate.wait, stream, index=index))
@@ -215,8 +223,10 @@ class Arrival:
 
     def _set(self, layers: Iterable[int]) -> None:
         """Whoever waits for these layers goes on: they are in place, or never will be."""
-        for layer in layers:
-            self._layers[layer].set()
+        self._settled.update(layers)
+        for layer in self._settled & self._events.keys():
+            self._events[layer].set()
+        for layer in self._settled & self._gates.keys():
             for gate in list(self._gates[layer]):
                 self._open(layer, gate)
 
@@ -234,17 +244,20 @@ class Arrival:
 
     # What the receiver tells it.
 
-    def layer_ended(self, layer: int, *, num_heads: int) -> None:
-        """Some heads of one more role of the layer are in place."""
-        self._missing[layer] -= num_heads
-        if self._missing[layer] == 0:
-            self._set([layer])
+    def layers_ended(self, layers: Iterable[int], *, num_heads: int) -> None:
+        """Some heads of one more role of each of the layers are in place."""
+        whole = []
+        for layer in layers:
+            self._missing[layer] -= num_heads
+            if self._missing[layer] == 0:
+                whole.append(layer)
+        self._set(whole)
 
     def completed(self) -> None:
         """Everything is in place."""
         self.state = ArrivalState.COMPLETE
         self.completed_s = time.monotonic()
-        self._set(self._layers)
+        self._set(self._missing)
         self._complete.set()
         self._quiet.set()
 
@@ -254,7 +267,7 @@ class Arrival:
             return False
         self.state = ArrivalState.ABORTING
         self._error = error
-        self._set(self._layers)
+        self._set(self._missing)
         self._complete.set()
         return True
 

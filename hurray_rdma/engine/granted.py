@@ -129,8 +129,7 @@ class Granted:
         """They are there to be read, too."""
         if part.whole.arrival.state is ArrivalState.ARRIVING:
             tensors, (first, last) = part.offer.source.tensors, part.offer.heads
-            for index in indices:
-                part.whole.arrival.layer_ended(tensors[index][1], num_heads=last - first)
+            part.whole.arrival.layers_ended([tensors[index][1] for index in indices], num_heads=last - first)
 
     def lease_renewed(self, link: Link, transfer_id: int) -> None:
         """The sender goes on: its next layer may still be computed. Not beyond the time that it gave the transfer."""
