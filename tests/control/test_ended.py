@@ -206,7 +206,16 @@ def test_both_forms_in_any_order_and_with_repeats(
 
 @pytest.mark.parametrize(
     ("indices", "again"),
-    [((3,), True), ((0, 3), True), (ALL, True), ((3, 3), True), ((0,), False), ((0, 1, 2), False), ((4,), False)],
+    [
+        ((3,), True),
+        ((0, 3), True),
+        ((3, 0), True),
+        (ALL, True),
+        ((3, 3), True),
+        ((0,), False),
+        ((0, 1, 2), False),
+        ((4,), False),
+    ],
     ids=str,
 )
 def test_after_the_acknowledgement_the_last_end_asks_for_it_again(
