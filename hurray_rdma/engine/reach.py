@@ -31,13 +31,14 @@ def reach_of(path: str, lane: str) -> Reach:
 
     Args:
         path: ``mapped``, ``put`` or ``frames``.
-        lane: name of a UCX transport, or several: ``"cma"``, ``"tcp (emulated)"``, ``"rc_mlx5+tcp"``.
+        lane: name of a UCX transport, or several: ``"cma"``, ``"tcp (emulated)"``, ``"rc_mlx5+tcp"``. To or from a
+            GPU also ``"tcp (staged)"`` and ``"rc_mlx5 (expected)"``, which may come to the same.
     """
     if path == "frames":
         return Reach.FRAMES
     names, _, how = lane.partition(" ")
     transports = set(names.split("+"))
-    if how == "(staged)":  # to or from a GPU, where UCX chooses anew for each size: some pieces may go by address
+    if how in ("(staged)", "(expected)"):  # nobody knows yet, or UCX chooses for each size: some may go by address
         return Reach.ADDRESS
     if path == "mapped" and transports <= _MAPPED:
         return Reach.MAPPING

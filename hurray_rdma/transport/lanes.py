@@ -59,18 +59,18 @@ class LaneReport:
         return _joined(rma) or f"{self._by_messages} (emulated)"
 
     def name_between(self, device: str, peer_device: str) -> str:
-        """The same, of memory on a device here or of the peer: ``"cuda_ipc"``, ``"rc_mlx5"``, ``"tcp (staged)"``.
+        """The same, of memory on a device here or of the peer: ``"cuda_ipc (expected)"``, ``"tcp (staged)"``.
 
-        Staged: through host memory of UCX's own, with messages; UCX has no lane between the two. What the lane cannot
-        do for just this memory the endpoint does not tell; `carried_by` does.
+        Staged: through host memory of UCX's own, with messages; UCX has no lane between the two. Expected: the endpoint
+        has the lane, and does not tell whether it can do just this memory; `carried_by` does.
         """
         if device == peer_device == "cpu":
             return self.name
         rma = [lane.transport for lane in self.rma]
         if "cuda_ipc" in rma and "cpu" not in (device, peer_device):
-            return "cuda_ipc"
+            return "cuda_ipc (expected)"
         network = _joined(transport for transport in rma if _NETWORK.match(transport))
-        return network or f"{self._by_messages} (staged)"
+        return f"{network} (expected)" if network else f"{self._by_messages} (staged)"
 
     @property
     def _by_messages(self) -> str:

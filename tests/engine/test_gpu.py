@@ -82,8 +82,8 @@ def test_pages_of_a_gpu_arrive_whole(source: PagePool, device: str, pinned: bool
             assert told == digest(snapshot)
             assert path == stats.path == "put", "never the host's loads and stores"
             if device != "cpu":
-                assert lane == stats.lane
-                assert lane == "cuda_ipc" or reach_of(path, lane) is Reach.KEY, f"{lane} is no lane of GPUs"
+                assert lane == f"{stats.lane} (expected)"
+                assert stats.lane == "cuda_ipc" or reach_of(path, stats.lane) is Reach.KEY, "no lane of GPUs"
             child.send("end")
 
     with Child(receive, device, pinned) as child:

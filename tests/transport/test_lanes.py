@@ -20,13 +20,13 @@ def report(*rma: str, messages: tuple[str, ...] = ("posix",)) -> LaneReport:
     ("lanes", "here", "there", "name", "reach"),
     [
         (report("cma", "cuda_ipc"), "cpu", "cpu", "cma", Reach.ADDRESS),
-        (report("cma", "cuda_ipc"), "cuda:0", "cuda:1", "cuda_ipc", Reach.ADDRESS),
+        (report("cma", "cuda_ipc"), "cuda:0", "cuda:1", "cuda_ipc (expected)", Reach.ADDRESS),
         (report("cma", "cuda_ipc"), "cuda:0", "cpu", "posix (staged)", Reach.ADDRESS),
         (report("cma"), "cuda:0", "cuda:0", "posix (staged)", Reach.ADDRESS),
         (report("tcp", messages=("tcp", "cuda_copy")), "cpu", "cuda:0", "tcp (staged)", Reach.ADDRESS),
-        (report("rc_mlx5", "rc_mlx5", messages=("rc_mlx5",)), "cuda:0", "cuda:0", "rc_mlx5", Reach.KEY),
-        (report("rc_mlx5", "cuda_ipc"), "cuda:0", "cuda:1", "cuda_ipc", Reach.ADDRESS),
-        (report("rc_mlx5", "cma"), "cpu", "cuda:1", "rc_mlx5", Reach.KEY),
+        (report("rc_mlx5", "rc_mlx5", messages=("rc_mlx5",)), "cuda:0", "cuda:0", "rc_mlx5 (expected)", Reach.ADDRESS),
+        (report("rc_mlx5", "cuda_ipc"), "cuda:0", "cuda:1", "cuda_ipc (expected)", Reach.ADDRESS),
+        (report("rc_mlx5", "cma"), "cpu", "cuda:1", "rc_mlx5 (expected)", Reach.ADDRESS),
         (report("cuda_ipc", messages=("tcp",)), "cpu", "cpu", "tcp (emulated)", Reach.SOCKET),
     ],
 )
