@@ -45,6 +45,6 @@ def reach_of(path: str, lane: str) -> Reach:
     if transports & _BY_ADDRESS:
         return Reach.ADDRESS
     # Beside tcp: emulated puts, which come as messages, by a card or through shared memory, and the receiver copies.
-    if "tcp" in transports or how or transports <= _MAPPED:
+    if "tcp" in transports or how == "(emulated)" or transports <= _MAPPED:
         return Reach.SOCKET
     return Reach.KEY
