@@ -49,6 +49,9 @@ class Party(StrEnum):
     """A C loop of memcpy over the same pages within the sending process: the yardstick, 1.00."""
     STREAM = "nt-copy"
     """The same with stores that bypass the cache: what this machine's memory can do at best."""
+    MAPPED = "mapped-copy"
+    """The same stores, straight into the receiver's own pages where this process can map them: what a copy into just
+    that memory can do, and so the limit of `HURRAY`."""
     CMA = "cma"
     """``process_vm_writev`` of the same pages, 1024 a call."""
     UCX_PUT = "ucx-put"
@@ -83,6 +86,8 @@ class Opened:
     caller_address: str
     """``host:port`` of the engine with the caller's memory."""
     worker_address: bytes
+    region: RemoteRegion | None
+    """The allocated pool."""
     caller_region: RemoteRegion | None
     """The caller's memory, for puts and ``process_vm_writev``."""
     socket_port: int

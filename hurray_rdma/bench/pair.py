@@ -72,9 +72,10 @@ class Pair:
         self._receiver.send(Settle())
         settled = ask(self._receiver, Settled)
         self.compared_nbytes += settled.compared_nbytes
-        for process in (self._receiver, self._sender):
+        used = []
+        for process in (self._sender, self._receiver):  # in turn: yardsticks write into pages that a pull may be given
             process.send(UsePages(settled.page_ids, joined.address))
-        used = [ask(process, Used) for process in (self._sender, self._receiver)]
+            used.append(ask(process, Used))
         self.skipped = used[0].skipped | used[1].skipped
         self.lanes = joined.lanes | used[1].lanes
         self.compared_nbytes += used[1].compared_nbytes

@@ -17,6 +17,7 @@ _COLORS = {
     Party.HURRAY_PULL: "#f1948a",
     Party.MEMCPY: "#7f8c8d",
     Party.STREAM: "#bdc3c7",
+    Party.MAPPED: "#95a5a6",
     Party.CMA: "#2980b9",
     Party.UCX_PUT: "#8e44ad",
     Party.SOCKET: "#16a085",

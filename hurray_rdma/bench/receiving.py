@@ -144,7 +144,7 @@ class _Receiver:
         case = self._case = request.case
         spec = cache_spec(case.page_nbytes, num_layers=case.num_layers)
         addresses = dict.fromkeys(_ENGINES, "")
-        region = None
+        region = caller_region = None
         for party in _ENGINES:
             if party is Party.HURRAY:
                 pool = PagePool.allocate(spec, case.pool_pages, context=self._context)
@@ -153,11 +153,12 @@ class _Receiver:
                     if case.huge_pages:
                         ask_for_huge_pages(memory)
                     memory.fill(1)
+                region = pool.regions[0].remote()
             elif request.parties & _INTO_CALLERS:
                 self._memory = private_memory(case.pool_nbytes, huge_pages=case.huge_pages)
                 arrays = self._memory.reshape(case.num_layers, case.pool_pages, *spec.page_shape)
                 pool = PagePool.from_arrays(spec, {"fused": list(arrays)}, context=self._context)
-                region = pool.regions[0].remote()
+                caller_region = pool.regions[0].remote()
             else:
                 continue
             self._open.callback(pool.close)
@@ -181,7 +182,8 @@ class _Receiver:
             address=addresses[Party.HURRAY],
             caller_address=addresses[Party.HURRAY_CALLER],
             worker_address=worker.address,
-            caller_region=region,
+            region=region,
+            caller_region=caller_region,
             socket_port=self._socket.port if self._socket is not None else 0,
         )
 

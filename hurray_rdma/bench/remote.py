@@ -115,7 +115,13 @@ class _Sender:
     def open(self, case: Case, *, only: frozenset[Party] | None = None) -> tuple[Party, ...]:
         parties = _PARTIES if only is None else _PARTIES & only
         opened = Opened(
-            pid=0, address=self._address, caller_address="", worker_address=b"", caller_region=None, socket_port=0
+            pid=0,
+            address=self._address,
+            caller_address="",
+            worker_address=b"",
+            region=None,
+            caller_region=None,
+            socket_port=0,
         )
         self._process.send(JoinCase(case, parties, opened, self._token, self._tls))
         self.carried_by = self._supervisor.receive(self._process, Joined).lanes

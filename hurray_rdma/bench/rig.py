@@ -30,11 +30,11 @@ _PARTIES = {
 }
 
 
-_ALWAYS = (Party.HURRAY, Party.HURRAY_CALLER, Party.HURRAY_PULL, Party.MEMCPY, Party.STREAM)
+_ALWAYS = (Party.HURRAY, Party.HURRAY_CALLER, Party.HURRAY_PULL, Party.MEMCPY, Party.STREAM, Party.MAPPED)
 
 
 def parties_of(peers: tuple[str, ...]) -> frozenset[Party]:
-    """The engine's own, both copies within one process, and those that the names stand for."""
+    """The engine's own, the copies by one process alone, and those that the names stand for."""
     named = [party for name in peers for party in _PARTIES[name]]
     return frozenset([*_ALWAYS, *named])
 

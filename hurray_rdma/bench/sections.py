@@ -66,7 +66,7 @@ _SLOW_S = 2.0
 """Who takes longer for a transfer is measured in a few rounds only: some take a hundred times what others do."""
 _ENGINE = frozenset({Party.HURRAY})
 _LATENCY_POOL_PAGES = 1024
-_SMALL_PARTIES = frozenset(Party) - {Party.MEMCPY, Party.STREAM, Party.CMA, Party.UCX_PERFTEST}
+_SMALL_PARTIES = frozenset(Party) - {Party.MEMCPY, Party.STREAM, Party.MAPPED, Party.CMA, Party.UCX_PERFTEST}
 """Those whose receiver is told, or whose sender is when it has it: the others are no transfers."""
 
 

@@ -43,7 +43,7 @@ PUBLISHED = "published"
 
 _LEASE_S = 86400.0
 
-YARDSTICKS = (Party.MEMCPY, Party.STREAM, Party.CMA, Party.UCX_PUT, Party.SOCKET)
+YARDSTICKS = (Party.MEMCPY, Party.STREAM, Party.MAPPED, Party.CMA, Party.UCX_PUT, Party.SOCKET)
 """Run within the two processes of the benchmark."""
 
 

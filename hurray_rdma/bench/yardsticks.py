@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from hurray_rdma.bench.memory import private_memory, write_into
 from hurray_rdma.bench.messages import Opened, Party
 from hurray_rdma.bench.sockets import SocketSender
 from hurray_rdma.errors import HurrayError
-from hurray_rdma.transport import Context, Region, StopFlag
+from hurray_rdma.transport import Context, Path, Region, RemoteRegion, StopFlag
 from hurray_rdma.transport.binding import native
 
 __all__ = ["PageLists", "open_yardstick"]
@@ -41,6 +42,12 @@ class PageLists:
         """From page IDs on both sides."""
         size = np.uint64(page_nbytes)
         return cls(src.astype(np.uint64) * size, dst.astype(np.uint64) * size, np.full(len(src), size))
+
+
+class _Reached(TypedDict):
+    worker_address: bytes
+    context: Context
+    closing: contextlib.ExitStack
 
 
 def open_yardstick(
@@ -71,13 +78,16 @@ def open_yardstick(
     Raises:
         OSError, HurrayError: it cannot run here.
     """
+    reached: _Reached = {"worker_address": opened.worker_address, "context": context, "closing": closing}
     if party in (Party.MEMCPY, Party.STREAM):
         memory = private_memory(pool_nbytes, huge_pages=huge_pages)
         move = _within(party, source, memory, lists)
     elif party is Party.CMA:
         move = _cma(source, lists, opened)
     elif party is Party.UCX_PUT:
-        move = _puts(source, lists, opened, context, closing)
+        move = _written(source, lists, region=opened.caller_region, path=Path.PUT, **reached)
+    elif party is Party.MAPPED:
+        move = _written(source, lists, region=opened.region, path=Path.MAPPED, **reached)
     else:
         sender = SocketSender(opened.socket_port, source.array(), src_pages, page_nbytes)
         closing.callback(sender.close)
@@ -106,20 +116,27 @@ def _cma(source: Region, lists: PageLists, opened: Opened) -> Callable[[], None]
     return lambda: write_into(opened.pid, src=src, dst=dst, lengths=lists.lengths)
 
 
-def _puts(
-    source: Region, lists: PageLists, opened: Opened, context: Context, closing: contextlib.ExitStack
+def _written(
+    source: Region,
+    lists: PageLists,
+    *,
+    region: RemoteRegion | None,
+    path: Path,
+    worker_address: bytes,
+    context: Context,
+    closing: contextlib.ExitStack,
 ) -> Callable[[], None]:
-    assert opened.caller_region is not None, "the receiving process was told of this party"
+    assert region is not None, "the receiving process was told of this party"
     worker = context.open_worker()
     closing.callback(worker.close)
-    endpoint = worker.connect(opened.worker_address, timeout_s=_TIMEOUT_S)
+    endpoint = worker.connect(worker_address, timeout_s=_TIMEOUT_S)
     closing.callback(endpoint.close)
-    remote = endpoint.open_region(opened.caller_region)
+    remote = endpoint.open_region(region)
     stop = StopFlag()
-    if remote.path.value != "put":
-        raise HurrayError("memory that UCX did not allocate is mapped", field="path", value=remote.path.value)
+    if remote.path is not path:
+        raise HurrayError(f"must be {path.value} for this", field="path", value=remote.path.value)
 
-    def put() -> None:
+    def write() -> None:
         remote.write(
             source,
             src_offsets=lists.src_offsets,
@@ -129,4 +146,4 @@ def _puts(
             timeout_s=_TIMEOUT_S,
         )
 
-    return put
+    return write
