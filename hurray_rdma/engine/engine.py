@@ -51,7 +51,9 @@ class Engine:
         timeout_s: default budget of connects, sends and waits, seconds.
         lease_s: a sender that is silent for this long after its grant loses it, seconds; a reader what it reads, not
             before this engine's ``timeout_s``. Either keeps it alive for as long as its own ``timeout_s`` lasts,
-            however long a layer is computed or pages are read.
+            however long a layer is computed or pages are read, but not beyond ``max_transfer_s``.
+        max_transfer_s: no transfer of a peer keeps pages of this engine for longer, whatever time the peer gave it and
+            however busy it is, seconds: then it is ended.
         peer_timeout_s: a peer of which nothing is heard for this long is lost, seconds; it is pinged 20 times as often.
         ahead_pages: pages of each pool that senders may hold ready for small snapshots, all senders together: then a
             small send needs one control message each way. They count as leased; they come back when an offer has to
@@ -74,12 +76,18 @@ class Engine:
         tls: Tls | None = None,
         timeout_s: float = 30.0,
         lease_s: float = 30.0,
+        max_transfer_s: float = 3600.0,
         peer_timeout_s: float = 5.0,
         ahead_pages: int = 0,
         allow_unauthenticated: bool = False,
         context: Context | None = None,
     ) -> None:
-        for field, value in (("timeout_s", timeout_s), ("lease_s", lease_s), ("peer_timeout_s", peer_timeout_s)):
+        for field, value in (
+            ("timeout_s", timeout_s),
+            ("lease_s", lease_s),
+            ("max_transfer_s", max_transfer_s),
+            ("peer_timeout_s", peer_timeout_s),
+        ):
             if not 0 < value <= _MAX_S:
                 raise ConfigError(f"must be above 0 and at most {_MAX_S:.0f}", field=field, value=value)
         self.pool = pool
@@ -90,6 +98,7 @@ class Engine:
         self._client_tls = tls.client_context() if tls is not None else None
         self._timeout_s = timeout_s
         self._lease_s = lease_s
+        self._max_transfer_s = max_transfer_s
         self._peer_timeout_s = peer_timeout_s
         if not 0 <= ahead_pages < 2**32:
             raise ConfigError("must be 0 or more", field="ahead_pages", value=ahead_pages)
@@ -137,6 +146,7 @@ class Engine:
                 arrivals=self._arrivals,
                 ahead_pages=self._ahead_pages,
                 lease_s=self._lease_s,
+                max_transfer_s=self._max_transfer_s,
                 timeout_s=self._timeout_s,
                 tally=self._tally,
             )

@@ -37,13 +37,15 @@ class Granted:
         pool: where their pages are.
         name: of the pool, for logs.
         lease_s: a grant of which nothing is heard for this long is aborted; then its sender has as long to say QUIET.
+        max_transfer_s: a grant that is this old is aborted, too.
         tally: counts what happens.
     """
 
-    def __init__(self, pool: PagePool, *, name: str, lease_s: float, tally: Tally) -> None:
+    def __init__(self, pool: PagePool, *, name: str, lease_s: float, max_transfer_s: float, tally: Tally) -> None:
         self._pool = pool
         self._name = name
         self._lease_s = lease_s
+        self._max_transfer_s = max_transfer_s
         self._tally = tally
         self.visibility = Visibility(pool)
         """What has come is complete only once the pool's GPU sees it."""
@@ -83,7 +85,9 @@ class Granted:
             offer: what was granted.
             page_ids: the pages that travel, uint32 ``[num_pages]``.
         """
-        part = Part(offer, whole, page_ids, self._loop.time(), self._lease_timer(*offer.key, self._lease_s))
+        now, first_s = self._loop.time(), min(self._lease_s, self._max_transfer_s)
+        until = now + self._max_transfer_s
+        part = Part(offer, whole, page_ids, now, until, self._lease_timer(*offer.key, first_s))
         self._parts[offer.key] = part
         whole.parts.append(part)
         whole.heads.append(offer.heads)
@@ -314,12 +318,18 @@ class Granted:
         """Nothing heard for too long: once to ask for the end, once more to stop waiting for it."""
         key = link, transfer_id
         part = self._parts[key]
-        left_s = part.heard + self._lease_s - self._loop.time()
-        if left_s > 0:
-            part.lease_timer = self._lease_timer(*key, left_s)
+        arriving, now = part.whole.arrival.state is ArrivalState.ARRIVING, self._loop.time()
+        too_old = arriving and now >= part.until
+        left_s = part.heard + self._lease_s - now
+        if left_s > 0 and not too_old:
+            part.lease_timer = self._lease_timer(*key, min(left_s, part.until - now) if arriving else left_s)
             return
-        error = DeadlineExceededError("the sender let the lease run out", field="lease_s", value=self._lease_s)
-        if part.whole.arrival.state is ArrivalState.ARRIVING:
+        if too_old:
+            rule, field, value = "no transfer keeps pages for longer", "max_transfer_s", self._max_transfer_s
+        else:
+            rule, field, value = "the sender let the lease run out", "lease_s", self._lease_s
+        error = DeadlineExceededError(rule, field=field, value=value)
+        if arriving:
             self._tally.lease_expired()
             self._stop_whole(part.whole, error, but=part)
             self._ask_to_stop(part, ErrorCode.LEASE_EXPIRED, str(error))

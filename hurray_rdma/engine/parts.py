@@ -54,6 +54,8 @@ class Part:
     page_ids: NDArray[np.uint32]
     """Granted pages that travel, uint32 ``[num_pages]``."""
     heard: float
+    until: float
+    """When its time is over, whatever is heard, on the loop's clock."""
     lease_timer: asyncio.TimerHandle
     unpacker: Unpacker | None = None
 

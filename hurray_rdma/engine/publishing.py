@@ -69,14 +69,21 @@ class Publishing:
     Args:
         receiver_of: the announced pool that a peer may know of, by the pool itself; None where it may not.
         max_lease_s: how long a reader may be silent at most, however long it asked for.
+        max_transfer_s: how long it may read.
         tally: counts what happens.
     """
 
     def __init__(
-        self, receiver_of: Callable[[PagePool, Link], Receiver | None], *, max_lease_s: float, tally: Tally
+        self,
+        receiver_of: Callable[[PagePool, Link], Receiver | None],
+        *,
+        max_lease_s: float,
+        max_transfer_s: float,
+        tally: Tally,
     ) -> None:
         self._receiver_of = receiver_of
         self._max_lease_s = max_lease_s
+        self._max_transfer_s = max_transfer_s
         self._tally = tally
         self._loop = asyncio.get_running_loop()
         self._publications: dict[str, _Publication] = {}
@@ -269,7 +276,7 @@ class Publishing:
             lease=lease,
             nbytes=publication.nbytes,
             lease_s=published.lease_s,
-            time_s=fetch.deadline_s,
+            time_s=min(fetch.deadline_s, self._max_transfer_s),
             on_end=partial(self._read, publication),
         )
 

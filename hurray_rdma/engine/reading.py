@@ -172,7 +172,7 @@ class Readings:
             return
         self._tally.lease_expired()
         if now >= reading.until:
-            rule = "the reader took longer than it had asked for"
+            rule = "the reader took longer than it had asked for, or than this engine's max_transfer_s"
         else:
             rule = f"the reader did not renew its lease of {reading.lease_s:.3g} s"
         error = LeaseExpiredError(f"{rule}; what it has read may be gone")

@@ -79,6 +79,7 @@ class Receiver:
         arrivals: where granted transfers go.
         ahead_pages: what may be granted ahead, to all senders together.
         lease_s: a grant of which nothing is heard for this long is aborted.
+        max_transfer_s: so is one that is this old, whatever is heard.
         timeout_s: what `Arrival.wait_layer` and `Arrival.snapshot` wait by default.
         tally: counts what happens.
         on_resume: told when the pool has been registered anew, or could not be.
@@ -94,6 +95,7 @@ class Receiver:
         arrivals: Untaken,
         ahead_pages: int,
         lease_s: float,
+        max_transfer_s: float,
         timeout_s: float,
         tally: Tally,
         on_resume: Callable[[PagePool], None],
@@ -102,7 +104,7 @@ class Receiver:
         self.pool_id = pool_id
         self.name = name
         self.tenant = tenant
-        self.granted = Granted(pool, name=name, lease_s=lease_s, tally=tally)
+        self.granted = Granted(pool, name=name, lease_s=lease_s, max_transfer_s=max_transfer_s, tally=tally)
         self._granting = Granting(
             pool, self.granted, name=name, arrivals=arrivals, lease_s=lease_s, timeout_s=timeout_s
         )

@@ -54,7 +54,7 @@ class Reception:
         context: of all pools.
         worker: the engine's.
         arrivals: where granted transfers go.
-        ahead_pages, lease_s, timeout_s: as of `Receiver`.
+        ahead_pages, lease_s, max_transfer_s, timeout_s: as of `Receiver`.
         tally: counts what happens.
     """
 
@@ -66,6 +66,7 @@ class Reception:
         arrivals: Untaken,
         ahead_pages: int,
         lease_s: float,
+        max_transfer_s: float,
         timeout_s: float,
         tally: Tally,
     ) -> None:
@@ -74,6 +75,7 @@ class Reception:
         self._arrivals = arrivals
         self._ahead_pages = ahead_pages
         self._lease_s = lease_s
+        self._max_transfer_s = max_transfer_s
         self._timeout_s = timeout_s
         self._tally = tally
         self._tenants: dict[str, str] = {}
@@ -81,7 +83,9 @@ class Reception:
         self._removed: list[Receiver] = []
         self._num_pools = 0
         self._token: str | None = None
-        self.publishing = Publishing(self._receiver_of, max_lease_s=max(lease_s, timeout_s), tally=tally)
+        self.publishing = Publishing(
+            self._receiver_of, max_lease_s=max(lease_s, timeout_s), max_transfer_s=max_transfer_s, tally=tally
+        )
         self._listener: Listener | None = None
         self._links: dict[Link, Channel] = {}
         self._owing: set[Link] = set()
@@ -199,6 +203,7 @@ class Reception:
             arrivals=self._arrivals,
             ahead_pages=self._ahead_pages,
             lease_s=self._lease_s,
+            max_transfer_s=self._max_transfer_s,
             timeout_s=self._timeout_s,
             tally=self._tally,
             on_resume=self.publishing.look_again,

@@ -52,6 +52,7 @@ class Hand:
         pool_id: int = 0,
         generation: int = 1,
         key: str = "by hand",
+        deadline_s: float = 10,
         **more: Any,
     ) -> int:
         offer = Offer(
@@ -63,12 +64,12 @@ class Hand:
             seq_ptr=snapshot.seq_ptr,
             seq_lens=snapshot.seq_lens,
             total_heads=snapshot.pool.spec.heads_of_model,
-            deadline_s=10,
+            deadline_s=deadline_s,
             lane=lane,
             path=path,
             **more,
         )
-        return int(self.do("offer", offer, timeout_s=10))
+        return int(self.do("offer", offer, timeout_s=deadline_s))
 
 
 @contextlib.asynccontextmanager

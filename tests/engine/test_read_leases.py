@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hurray_rdma import ConfigError, Engine, NotPublishedError, Snapshot
+from hurray_rdma import ConfigError, DeadlineExceededError, Engine, NotPublishedError, Snapshot
 from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
@@ -21,7 +21,7 @@ from hurray_rdma.control import (
     PublishedHeard,
     Refused,
 )
-from tests.engine.hands import shaken
+from tests.engine.hands import Hand, shaken
 from tests.hazards.scenes import SPEC, counts, eventually, make_pool, run, settled, snapshot_of
 
 DAYS_S = 7 * 86400.0
@@ -278,3 +278,58 @@ def test_what_was_served_is_the_pages_with_tokens_each_once_whoever_leased_them(
                 assert engine.stats().serve.nbytes == 3 * 4 * page_nbytes  # of key and value of two layers
 
     run(job())
+
+
+def test_a_reader_that_goes_on_for_ever_has_what_the_engine_allows() -> None:
+    """It asked for days, and renews its lease."""
+
+    async def job() -> None:
+        with make_pool(SPEC, 8) as pool:
+            async with (
+                Engine(pool, listen="127.0.0.1:0", lease_s=0.3, timeout_s=0.3, max_transfer_s=1) as engine,
+                shaken(engine.address) as hand,
+            ):
+                await hand.expect(PoolsAnnounced)
+                with pool.allocator.lease(3) as lease:
+                    engine.publish("long", snapshot_of(pool, lease.page_ids.tolist()), lease_s=60)
+                hand.do("fetch", Fetch(key="long", deadline_s=DAYS_S), timeout_s=DAYS_S)
+                await hand.expect(PublishedHeard)
+                engine.unpublish("long")
+                ended = await hand.expect(AbortRequested)
+                assert "than this engine's max_transfer_s" in str(ended.error)
+                await settled(pool, 8, 0, 0)
+
+    run(job())
+
+
+@pytest.mark.parametrize("busy", ["silent but for renewals", "with frames"])
+def test_a_sender_that_goes_on_for_ever_has_what_the_engine_allows(busy: str) -> None:
+    async def trickle(hand: Hand, transfer_id: int) -> None:
+        for at in range(2048):
+            hand.do("tensor_data", transfer_id, 0, at, b"x")
+            await asyncio.sleep(0.05)
+
+    async def job() -> None:
+        with make_pool(SPEC, 16) as pool:
+            async with (
+                Engine(pool, listen="127.0.0.1:0", lease_s=0.3, max_transfer_s=1) as engine,
+                shaken(engine.address) as hand,
+            ):
+                await hand.expect(PoolsAnnounced)
+                transfer_id = hand.offer(snapshot_of(pool, list(range(16))), deadline_s=DAYS_S)
+                await hand.expect(Granted)
+                arrival = await anext(engine.arrivals())
+                talking = asyncio.create_task(trickle(hand, transfer_id)) if busy == "with frames" else None
+                with pytest.raises(DeadlineExceededError, match="max_transfer_s = 1: no transfer keeps pages"):
+                    await arrival.snapshot(timeout_s=20)
+                if talking is not None:
+                    talking.cancel()
+                await settled(pool, 16, 0, 0)
+                assert engine.stats().receive.failures == {"DeadlineExceededError": 1}
+
+    run(job())
+
+
+def test_the_longest_time_is_a_time() -> None:
+    with make_pool(SPEC, 8) as pool, pytest.raises(ConfigError, match="max_transfer_s = 0: must be above 0"):
+        Engine(pool, max_transfer_s=0)
