@@ -18,6 +18,7 @@ from hurray_rdma.engine import (
     FetchedSnapshot,
     NotPublishedError,
     Placement,
+    Shortage,
     Tls,
     TransferStats,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "NotPublishedError",
     "PagePool",
     "Placement",
+    "Shortage",
     "Snapshot",
     "Tls",
     "TransferStats",

@@ -14,6 +14,7 @@ from hurray_rdma.engine.fetching import FetchedSnapshot
 from hurray_rdma.engine.logs import JsonFormatter
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.placement import Placement
+from hurray_rdma.engine.shortages import Shortage
 from hurray_rdma.engine.stats import DirectionStats, EngineStats, Histogram, LaneStats, TransferStats
 from hurray_rdma.engine.transfer import Transfer
 
@@ -35,6 +36,7 @@ __all__ = [
     "NotPublishedError",
     "Peer",
     "Placement",
+    "Shortage",
     "Tls",
     "Transfer",
     "TransferStats",

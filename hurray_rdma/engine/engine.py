@@ -24,6 +24,7 @@ from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.processes import process_id
 from hurray_rdma.engine.reception import Reception
 from hurray_rdma.engine.settling import Settling
+from hurray_rdma.engine.shortages import Shortage, Shortages
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
@@ -115,6 +116,7 @@ class Engine:
         self._settling = Settling()
         self._reception: Reception | None = None
         self._arrivals = Untaken()
+        self._shortages = Shortages()
         self._peers: set[Peer] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -144,6 +146,7 @@ class Engine:
                 self._context,
                 self._worker,
                 arrivals=self._arrivals,
+                shortages=self._shortages,
                 ahead_pages=self._ahead_pages,
                 lease_s=self._lease_s,
                 max_transfer_s=self._max_transfer_s,
@@ -197,6 +200,7 @@ class Engine:
             if arrival is not None:
                 arrival.release()
         self._arrivals.put_nowait(None)
+        self._shortages.end()
 
     @property
     def address(self) -> str:
@@ -248,6 +252,37 @@ class Engine:
         while (arrival := await self._arrivals.get()) is not None:
             yield arrival
         self._arrivals.put_nowait(None)  # for the next one who asks
+
+    async def shortages(self) -> AsyncIterator[Shortage]:
+        """Tells when offers wait for pages, for an application that keeps pages it could give back; ends when the
+        engine closes.
+
+        ::
+
+            async for shortage in engine.shortages():
+                cache.evict(shortage.num_missing)  # releases that many pages, or what it can
+
+        Each time another offer has become the first that waits, and when pages came or went and it still does not fit;
+        of what has changed since the last one only the newest is told, and nothing that is over. When pages come to be
+        such as could be given back, ask `num_missing`: nobody but the application knows of that moment.
+
+        Raises:
+            ConfigError: the engine does not listen.
+        """
+        self._receiving()
+        async for shortage in self._shortages.follow():
+            yield shortage
+
+    def num_missing(self, pool: PagePool | None = None) -> int:
+        """Pages that the offer that waits first lacks now, beside the free ones; 0 where none waits. On any thread.
+
+        Args:
+            pool: one of this engine's; None is its own, or the first of them.
+
+        Raises:
+            ConfigError: the engine does not listen, or the pool is none of its pools.
+        """
+        return self._receiving().receiver_into(self._own_pool(pool)).num_missing
 
     # Receive pools.
 
@@ -323,8 +358,10 @@ class Engine:
         Raises:
             ConfigError: the engine does not listen, or the pool is none of its pools.
         """
-        own = next(iter(self._own_pools.values())) if pool is None else pool
-        return self._receiving().receiver_into(own).unexpect(key)
+        return self._receiving().receiver_into(self._own_pool(pool)).unexpect(key)
+
+    def _own_pool(self, pool: PagePool | None) -> PagePool:
+        return next(iter(self._own_pools.values())) if pool is None else pool
 
     # Pull.
 

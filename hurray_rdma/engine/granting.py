@@ -51,8 +51,8 @@ class Granting:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
 
-    def grant(self, offer: GoodOffer) -> bool:
-        """Grants an offer the pages it needs; False if there are too few of them now.
+    def grant(self, offer: GoodOffer) -> int:
+        """Grants an offer the pages it needs; else says how many are missing now.
 
         Raises:
             HurrayError: the sender is gone, or accepts no grant of that length.
@@ -72,10 +72,10 @@ class Granting:
         except PoolExhaustedError:
             if resident is not None:
                 resident.release()
-            return False
+            return max(1, num_written - allocator.accounts().free)  # some may have come back just now
         page_ids[~found] = written.page_ids
         self._begin(offer, page_ids, found, written=written, resident=resident, page_keys=page_keys)
-        return True
+        return 0
 
     def _begin(
         self,

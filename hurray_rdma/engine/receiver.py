@@ -41,6 +41,7 @@ from hurray_rdma.engine.parts import GoodOffer, WaitingOffers, Whole
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.reservations import Reservations
+from hurray_rdma.engine.shortages import Shortage, Shortages
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import (
@@ -77,6 +78,7 @@ class Receiver:
         name: what senders call it; "" is the engine's own.
         tenant: whose senders hear of it; "" is those with the engine's own token.
         arrivals: where granted transfers go.
+        shortages: told of offers that wait for pages.
         ahead_pages: what may be granted ahead, to all senders together.
         lease_s: a grant of which nothing is heard for this long is aborted.
         max_transfer_s: so is one that is this old, whatever is heard.
@@ -93,6 +95,7 @@ class Receiver:
         name: str,
         tenant: str,
         arrivals: Untaken,
+        shortages: Shortages,
         ahead_pages: int,
         lease_s: float,
         max_transfer_s: float,
@@ -118,6 +121,9 @@ class Receiver:
         self._expected: dict[str, Placement] = {}
         self._unexpected = WaitingOffers(self._too_late)
         self._free_when_full: int | None = None
+        self._shortages = shortages
+        self._told_short: tuple[GoodOffer, int] | None = None
+        self._num_wanted = 0
         self._holding = False
         self._settling = asyncio.Lock()
         self._closed = False
@@ -140,6 +146,11 @@ class Receiver:
     def num_waiting(self) -> int:
         """Offers that wait for pages."""
         return len(self._waiting) + len(self._unexpected)
+
+    @property
+    def num_missing(self) -> int:
+        """Pages that the offer that waits first lacks now; 0 where none waits. On any thread."""
+        return max(0, self._num_wanted - self.pool.allocator.accounts().free)
 
     def expect(self, key: str, placement: Placement) -> None:
         """Says where the snapshot of a key goes; see `Engine.expect`.
@@ -305,6 +316,8 @@ class Receiver:
         self.pool.allocator.unwatch(self._pages_freed)
         for waiting in (*self._waiting.remove_all(), *self._unexpected.remove_all()):
             self._refuse(*waiting.key, TransferAbortedError(reason))
+        self._num_wanted = 0
+        self._shortages.over(self.name)
         for arrival in self.granted.arrivals():
             arrival.abort(reason)
         self._ahead.recall(reason)
@@ -386,6 +399,18 @@ class Receiver:
         self._free_when_full = None
         while (head := self._waiting.first()) is not None and self._grant(head):
             self._waiting.remove(*head.key)
+        if not len(self._waiting):
+            self._told_short, self._num_wanted = None, 0
+            self._shortages.over(self.name)
+
+    def _short_of(self, num_missing: int, head: GoodOffer) -> None:
+        """The application is told once of each offer that comes to be first, and again when pages come or go."""
+        self._num_wanted = num_missing + (self._free_when_full or 0)
+        if self._told_short == (head, num_missing):
+            return
+        self._told_short = head, num_missing
+        num_waiting = max(1, len(self._waiting))  # with the one that is about to
+        self._shortages.tell(self.name, Shortage(self.name or None, num_missing, num_waiting))
 
     def _grant(self, offer: GoodOffer) -> bool:
         """Grants an offer its pages, or refuses it; False if it has to wait."""
@@ -395,8 +420,9 @@ class Receiver:
         try:
             if whole is not None:
                 self._granting.join(whole, offer)
-            elif not self._granting.grant(offer):
+            elif num_missing := self._granting.grant(offer):
                 self._free_when_full = self.pool.allocator.accounts().free
+                self._short_of(num_missing, offer)
                 self._ahead.recall("the pages are needed")
                 return False
         except HurrayError as error:

@@ -31,6 +31,7 @@ from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.publishing import Publishing
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.receiver import Receiver
+from hurray_rdma.engine.shortages import Shortages
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import ConfigError, PeerLostError
@@ -54,6 +55,7 @@ class Reception:
         context: of all pools.
         worker: the engine's.
         arrivals: where granted transfers go.
+        shortages: told of offers that wait for pages.
         ahead_pages, lease_s, max_transfer_s, timeout_s: as of `Receiver`.
         tally: counts what happens.
     """
@@ -64,6 +66,7 @@ class Reception:
         worker: Worker,
         *,
         arrivals: Untaken,
+        shortages: Shortages,
         ahead_pages: int,
         lease_s: float,
         max_transfer_s: float,
@@ -73,6 +76,7 @@ class Reception:
         self._context = context
         self._worker = worker
         self._arrivals = arrivals
+        self._shortages = shortages
         self._ahead_pages = ahead_pages
         self._lease_s = lease_s
         self._max_transfer_s = max_transfer_s
@@ -201,6 +205,7 @@ class Reception:
             name=name,
             tenant=tenant,
             arrivals=self._arrivals,
+            shortages=self._shortages,
             ahead_pages=self._ahead_pages,
             lease_s=self._lease_s,
             max_transfer_s=self._max_transfer_s,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from hurray_rdma.control import Tls
 from hurray_rdma.engine import engine as asynchronous
 from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.engine.placement import Placement
+from hurray_rdma.engine.shortages import Shortage
 from hurray_rdma.engine.stats import EngineStats
 from hurray_rdma.engine.sync.arrival import Arrival
 from hurray_rdma.engine.sync.peer import Peer
@@ -24,6 +25,8 @@ from hurray_rdma.errors import TransferAbortedError
 from hurray_rdma.transport import Context
 
 __all__ = ["Engine"]
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -117,14 +120,32 @@ class Engine:
             arrival = await anext(arrivals, None)
             return Arrival(arrival, self._thread) if arrival is not None else None
 
+        return self._each(following, undo=_release)
+
+    def shortages(self) -> Iterator[Shortage]:
+        """As of `hurray_rdma.Engine.shortages`: ends when the engine closes."""
+        shortages = self._engine.shortages()
+
+        async def following() -> Shortage | None:
+            return await anext(shortages, None)
+
+        return self._each(following)
+
+    def num_missing(self, pool: PagePool | None = None) -> int:
+        """As of `hurray_rdma.Engine.num_missing`."""
+        return self._engine.num_missing(pool)
+
+    def _each(
+        self, following: Callable[[], Coroutine[Any, Any, T | None]], *, undo: Callable[[T | None], None] | None = None
+    ) -> Iterator[T]:
         while True:
             try:
-                arrival = self._thread.run(following(), undo=_release)
+                one = self._thread.run(following(), undo=undo)
             except TransferAbortedError:  # the engine closes
                 return
-            if arrival is None:
+            if one is None:
                 return
-            yield arrival
+            yield one
 
     def add_pool(self, pool: PagePool, *, name: str, token: str | None = None) -> None:
         """As of `hurray_rdma.Engine.add_pool`."""
