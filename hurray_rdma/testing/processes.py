@@ -2,7 +2,8 @@
 
 `Child` runs a function of a test module in a process of its own, joined to the test by a pipe. Its failures arrive as
 failures of the test, with the child's traceback. Processes are forked from a small server that has imported what all of
-them need, since importing it takes longer than most tests; UCX, which bears no fork, is loaded in each of them.
+them need, since importing it takes longer than most tests. That has loaded UCX, too, but made nothing of it: contexts bear
+no fork, and read their environment when they are made.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 __all__ = ["Child", "ChildFailedError"]
 
-_PRELOADED = ["asyncio", "ml_dtypes", "numpy", "hurray_rdma.control", "hurray_rdma.format", "hurray_rdma.plan"]
+_PRELOADED = ["asyncio", "ml_dtypes", "numpy", "hurray_rdma.engine"]
 
 
 class ChildFailedError(AssertionError):
