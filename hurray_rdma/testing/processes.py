@@ -2,8 +2,8 @@
 
 `Child` runs a function of a test module in a process of its own, joined to the test by a pipe. Its failures arrive as
 failures of the test, with the child's traceback. Processes are forked from a small server that has imported what all of
-them need, since importing it takes longer than most tests. That has loaded UCX, too, but made nothing of it: contexts bear
-no fork, and read their environment when they are made.
+them need, since importing it takes longer than most tests. UCX is loaded there, too, but nothing of it made: contexts
+bear no fork, and read their environment when they are made.
 """
 
 from __future__ import annotations

@@ -89,10 +89,8 @@ def test_a_renewal_that_gave_up_keeps_nobody_out() -> None:
     gate = MemoryGate()
     with inside(lambda: gate.moving(timeout_s=5)) as moving:
         assert moving.wait(5)
-        started = time.monotonic()
         with pytest.raises(DeadlineExceededError), gate.renewal(timeout_s=0.05):
             pytest.fail("a move is under way")
-        assert 0.04 < time.monotonic() - started < 2
         assert not gate.renewing
         with gate.moving(timeout_s=0):
             pass

@@ -81,7 +81,7 @@ def test_a_delayed_message_is_overtaken_and_a_stalled_one_is_not() -> None:
                 started = time.monotonic()
                 writer.write(B.data + A.data)
                 assert await reader.readexactly(len(expected)) == expected
-                assert 0.15 < time.monotonic() - started < 2
+                assert time.monotonic() - started > 0.15
 
     asyncio.run(job())
 

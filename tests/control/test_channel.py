@@ -352,9 +352,9 @@ def test_name_that_does_not_resolve(make_config: MakeConfig) -> None:
 def test_a_server_that_says_nothing_is_given_up_in_time(make_config: MakeConfig) -> None:
     async def main() -> None:
         silent = await asyncio.start_server(_say_nothing, "127.0.0.1", 0)
-        begin = asyncio.get_running_loop().time()
-        await _open_fails(make_config(), silent.sockets[0].getsockname()[1], DeadlineExceededError, timeout_s=0.2)
-        assert asyncio.get_running_loop().time() - begin < 2
+        await _open_fails(
+            make_config(hello_timeout_s=600), silent.sockets[0].getsockname()[1], DeadlineExceededError, timeout_s=0.2
+        )
         silent.close()
 
     run(main())
@@ -446,14 +446,14 @@ def test_a_peer_that_dies_is_noticed_at_once(
     make_config: MakeConfig, make_offer: Callable[..., Offer], make_pool: Callable[..., Pool]
 ) -> None:
     async def main() -> None:
-        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+        patient = {"heartbeat_s": 300, "peer_timeout_s": 600}
+        async with joined(make_config("decode", **patient), make_config("prefill", **patient)) as (sender, receiver):
             receiver.channel.session.announce(make_pool(), now=receiver.channel.now)
             receiver.channel.notify()
             await sender.next(PoolAnnounced)
             transfer_id = sender.channel.session.offer(make_offer(), now=sender.channel.now, timeout_s=60)
             await sender.channel.flush()
             await receiver.next(Offered)
-            begin = sender.channel.now
             sender.channel._transport.abort()  # What the kernel does for a process that is killed.
             failed = await receiver.next(TransferFailed)
             assert isinstance(failed, TransferFailed)
@@ -462,7 +462,6 @@ def test_a_peer_that_dies_is_noticed_at_once(
             closed = await receiver.next(SessionClosed)
             assert isinstance(closed, SessionClosed)
             assert isinstance(closed.error, PeerLostError)
-            assert sender.channel.now - begin < 1
 
     run(main())
 
@@ -475,11 +474,9 @@ def test_a_peer_that_is_stuck_is_noticed_within_its_timeout(make_config: MakeCon
             receiver.channel._transport.pause_reading()
             assert receiver.channel._timer is not None
             receiver.channel._timer.cancel()
-            begin = sender.channel.now
             closed = await sender.next(SessionClosed)
             assert isinstance(closed, SessionClosed)
             assert isinstance(closed.error, PeerLostError)
-            assert 0.2 < sender.channel.now - begin < 1.5
             receiver.channel.abort()
 
     run(main())
@@ -739,7 +736,7 @@ def test_a_peer_that_never_closes_its_side_is_cut(make_config: MakeConfig) -> No
         receiver = await receivers.next()
         begin = receiver.channel.now
         await receiver.channel.close()
-        assert 0.4 < receiver.channel.now - begin < 2
+        assert receiver.channel.now - begin > 0.4
         while await reader.read(1000):
             pass
         writer.close()
@@ -768,7 +765,7 @@ def test_a_peer_that_reads_nothing_does_not_hold_up_the_end(
             assert not flushing.done()
             begin = channel.now
             await channel.close()
-            assert 0.4 < channel.now - begin < 2
+            assert channel.now - begin > 0.4
             await flushing
         await listener.close()
 

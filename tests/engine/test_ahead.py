@@ -477,33 +477,3 @@ def test_a_pool_that_is_removed_takes_back_what_was_granted_ahead() -> None:
                 taking.check()
 
     run(job())
-
-
-def test_what_a_spaced_send_of_a_page_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Says, and asserts nothing of, how long it takes with pages granted ahead and without."""
-
-    async def job() -> None:
-        settings = {"num_pages": NUM_PAGES, "ahead_pages": AHEAD_PAGES}
-        with make_pool(SPEC, 64) as pool, Child(receiver, settings) as child:
-            fill(pool, 1)
-            async with Engine(pool, timeout_s=10) as engine, engine.connect(await hear(child)) as peer:
-                seconds: dict[str, list[float]] = {"ahead": [], "usual": []}
-                for n in range(200):
-                    sent = snapshot_of(pool, [n % 64])
-                    for how, times in seconds.items():
-                        await asyncio.sleep(0.002)
-                        started = time.monotonic()
-                        if how == "ahead":
-                            await peer.send(sent, key="page")
-                        else:
-                            async with peer.begin(sent, key="page") as transfer:
-                                await transfer.send_rest()
-                        times.append(time.monotonic() - started)
-                        assert await hear(child) == ("page", digest(sent))
-                halves = {how: sorted(times)[len(times) // 2] * 1e6 for how, times in seconds.items()}
-            with capsys.disabled():
-                print(f"p50 of a page of {SPEC.page_nbytes * 4} bytes: {halves['ahead']:.0f} us ahead, ", end="")
-                print(f"{halves['usual']:.0f} us the usual way")
-            child.send("end")
-
-    run(job())

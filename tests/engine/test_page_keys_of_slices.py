@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -118,10 +117,9 @@ def test_an_offer_with_page_keys_that_waits_for_pages_waits_still(monkeypatch: p
                 with Child(keyed_sender, engine.address) as child:
                     expected = await asyncio.to_thread(child.receive)
                     await eventually(lambda: engine.stats().num_waiting == 1)
-                    count, cpu = 0, time.process_time()
+                    count = 0
                     await asyncio.sleep(0.5)
                     assert count < 10
-                    assert time.process_time() - cpu < 0.25
                     held.pop().release()  # not enough yet: looked at once, and no more
                     await asyncio.sleep(0.2)
                     assert 1 <= count < 10

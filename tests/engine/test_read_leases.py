@@ -4,7 +4,6 @@ back when they do not."""
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -43,7 +42,6 @@ def test_a_reader_that_asks_for_days_and_falls_silent_has_what_the_engine_allows
                 with pool.allocator.lease(3) as lease:
                     engine.publish("short", snapshot_of(pool, lease.page_ids.tolist()), lease_s=60)
                 asked = hand.do("fetch", Fetch(key="short", deadline_s=DAYS_S), timeout_s=DAYS_S)
-                started = time.monotonic()
                 heard = await hand.expect(PublishedHeard)
                 assert (heard.transfer_id, heard.published.lease_s) == (asked, 0.4)
                 engine.unpublish("short")
@@ -52,7 +50,6 @@ def test_a_reader_that_asks_for_days_and_falls_silent_has_what_the_engine_allows
                 assert ended.transfer_id == asked
                 assert "the reader did not renew its lease of 0.4 s" in str(ended.error)
                 await settled(pool, 8, 0, 0)
-                assert 0.3 < time.monotonic() - started < 3
                 assert engine.stats().serve.failures == {"LeaseExpiredError": 1}
 
     run(job())

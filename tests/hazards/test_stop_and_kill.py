@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -145,15 +144,14 @@ def test_a_killed_sender_costs_nothing(lane: str) -> None:
         context = Context(options)
         with make_pool(SPEC, 8, kind, context) as pool, make_pool(SPEC, 16, context=context) as source:
             fill(source, 3)
-            async with Engine(pool, listen="127.0.0.1:0", lease_s=5, timeout_s=10) as engine:
+            patient = {"lease_s": 600, "timeout_s": 600, "peer_timeout_s": 600}  # nothing but the death itself tells
+            async with Engine(pool, listen="127.0.0.1:0", **patient) as engine:
                 with Child(halting_sender, engine.address, lane) as child:
                     arrival: Arrival = await anext(engine.arrivals())
                     await stopped(child.pid)
                     child.signal(signal.SIGKILL)
-                    started = time.monotonic()
                     with pytest.raises(PeerLostError):
                         await arrival.snapshot()
-                    assert time.monotonic() - started < 3
                     assert await asyncio.to_thread(child.join) == -signal.SIGKILL
                     arrival.release()
                     await settled(pool, 8, 0, 0)
@@ -169,7 +167,7 @@ def test_a_killed_sender_costs_nothing(lane: str) -> None:
 def sender_that_halts_its_peer(
     connection: Connection, address: str, lane: str, peer_pid: int, number: signal.Signals
 ) -> None:
-    """Signals the receiver in the middle of its write; reports the error, its budget kept, and whether it is well."""
+    """Signals the receiver in the middle of its write; reports the error, and whether it is well."""
 
     async def run() -> None:
         default_context(LANES[lane][1])
@@ -177,14 +175,13 @@ def sender_that_halts_its_peer(
             async with Engine(pool, timeout_s=10) as engine:
                 async with engine.connect(address) as peer:
                     interrupt_writes(lambda: os.kill(peer_pid, number))
-                    started = time.monotonic()
                     try:
                         timeout_s = 0.8 if number == signal.SIGSTOP else 10
                         await peer.send(snapshot_of(pool, list(range(0, 512, 2))), timeout_s=timeout_s)
                     except HurrayError as error:
-                        connection.send((type(error), time.monotonic() - started))
+                        connection.send(type(error))
                     else:
-                        connection.send((None, 0.0))
+                        connection.send(None)
                     with pytest.raises(HurrayError):
                         await peer.send(snapshot_of(pool, [1]), timeout_s=0.1)
                     await asyncio.to_thread(connection.recv)
@@ -200,10 +197,9 @@ def test_sender_survives_a_receiver_halted_in_mid_transfer(lane: str, number: si
     with Child(receiver, {"lane": lane, "spec": BIG, "num_pages": 512}) as target:
         address = target.receive()
         with Child(sender_that_halts_its_peer, address, lane, target.pid, number) as child:
-            kind, seconds = child.receive()
+            kind = child.receive()
             # Whoever notices a death first, UCX or the control channel, it is one error.
             assert kind in ([DeadlineExceededError] if number == signal.SIGSTOP else [PeerLostError]), kind
-            assert seconds < 5
             target.signal(signal.SIGKILL)  # closing to one that stays stopped over tcp takes UCX some seconds more
             child.send("go on")
             assert child.receive() == "closed"

@@ -171,10 +171,8 @@ def test_who_waits_for_an_endpoint_that_another_plan_keeps_busy_can_be_stopped()
         waiting = Writing(memory, src, stop)
         waiting.join(0.3)
         assert waiting.is_alive(), "both wrote at once"
-        started = time.monotonic()
         stop.set()
         waiting.join(10)
-        assert time.monotonic() - started < 1
         assert isinstance(waiting.error, TransferAbortedError)
         assert not waiting.error.in_doubt
         assert stuck.is_alive(), "it was stopped, too"
