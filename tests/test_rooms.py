@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -37,6 +38,7 @@ FORBIDDEN = {
 }
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Absolute names of modules that a file imports at run time or for its types."""
     names: set[str] = set()

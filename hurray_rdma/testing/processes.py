@@ -22,7 +22,11 @@ from typing import Any
 
 __all__ = ["Child", "ChildFailedError"]
 
-_PRELOADED = ["asyncio", "ml_dtypes", "numpy", "hurray_rdma.engine"]
+_PRELOADED = [
+    "asyncio",
+    "hurray_rdma.engine",
+    *(f"hurray_rdma.{room}" for room in ("bench", "cli.main", "demo", "replay")),
+]
 
 
 class ChildFailedError(AssertionError):

@@ -18,6 +18,7 @@ import hurray_rdma.bench.run
 from hurray_rdma.bench import BenchReport, load_config, num_steps, run_bench
 from hurray_rdma.bench.machine import own_addresses
 from hurray_rdma.bench.messages import Party
+from hurray_rdma.testing.commands import run_command
 
 COMMAND = [sys.executable, "-m", "hurray_rdma.cli"]
 TINY = """
@@ -185,7 +186,7 @@ def test_every_step_is_told_and_engines_that_are_not_installed_are_named(
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
-    done = run("bench", *arguments)
+    done = run_command("bench", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert told in done.stderr
@@ -296,7 +297,7 @@ def test_serve_refuses_before_it_sets_anything_up(tmp_path: Path) -> None:
         (["--listen", "no-such-host.invalid:0"], "the name cannot be resolved"),
         (["--tls-ca", str(CERTIFICATES / "ca.pem")], "needs --tls-cert"),
     ):
-        done = run("serve", "--config", str(path), *arguments)
+        done = run_command("serve", "--config", str(path), *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert told in done.stderr
         assert done.stderr.count("\n") == 1
@@ -307,7 +308,7 @@ def test_a_port_in_use_is_known_before_it_sets_anything_up(tmp_path: Path) -> No
     path.write_text(SMALL_SERVE)
     huge.write_text(SMALL_SERVE.replace("pool_mib = 1", "pool_mib = 1000000"))
     with serving("--listen", "127.0.0.1:0", "--config", str(path)) as (_, address):
-        done = run("serve", "--listen", address, "--config", str(huge))
+        done = run_command("serve", "--listen", address, "--config", str(huge))
         assert done.returncode == 2
         assert "the port is in use" in done.stderr
 

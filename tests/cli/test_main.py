@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hurray_rdma.testing.commands import run_command
+
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -53,7 +55,7 @@ def test_help_loads_neither_ucx_nor_torch() -> None:
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
-    done = run("demo", *arguments)
+    done = run_command("demo", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert told in done.stderr
@@ -71,15 +73,15 @@ def test_without_arguments_it_says_what_there_is_and_where_to_begin() -> None:
 
 @pytest.mark.parametrize("command", ["demo", "bench", "serve"])
 def test_one_word_for_transports(command: str) -> None:
-    told = run(command, "--help").stdout
+    told = run_command(command, "--help").stdout
     assert "--tls " not in told
     assert ("--lane" in told) == (command != "bench")  # whose settings have it for each section
     assert ("--tls-ca" in told) == (command != "demo")  # which never leaves this machine
 
 
 def test_usage_errors_are_exit_code_2() -> None:
-    assert run("demo", "--layers", "many").returncode == 2
-    assert run("dance").returncode == 2
+    assert run_command("demo", "--layers", "many").returncode == 2
+    assert run_command("dance").returncode == 2
 
 
 def test_a_transport_that_does_not_exist_fails_with_its_name() -> None:
@@ -90,6 +92,6 @@ def test_a_transport_that_does_not_exist_fails_with_its_name() -> None:
 
 
 def test_llm_without_its_extra_or_model_says_which_command_gets_it(tmp_path: Path) -> None:
-    done = run("demo", "--llm", XDG_CACHE_HOME=str(tmp_path))
+    done = run_command("demo", "--llm", environment={"XDG_CACHE_HOME": str(tmp_path)})
     assert done.returncode == 2
     assert "pip install" in done.stderr or "scripts/get-model" in done.stderr
