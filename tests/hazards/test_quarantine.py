@@ -304,7 +304,7 @@ def test_quarantine_keeps_pages_and_no_tables(end: str) -> None:
     async def job() -> None:
         with make_pool(SPEC, 8) as pool, make_pool(SPEC, 8) as source:
             domain, before = pool.regions[0].context.memory_domain, kept()
-            async with Engine(pool, listen="127.0.0.1:0", timeout_s=10, lease_s=0.2) as engine:
+            async with Engine(pool, listen="127.0.0.1:0", lease_s=0.2, max_transfer_s=0.3) as engine:
                 async with shaken(engine.address, says_quiet=False, host_id=domain, process_id=process_id()) as hand:
                     await hand.expect(PoolsAnnounced)
                     hand.offer(snapshot_of(source, [1, 2], [1, 2, 3]), path="put", lane="cma")
