@@ -142,7 +142,9 @@ class PagePool:
                 holds a lease of all of them, and snapshots come into pages that he names (`hurray_rdma.Placement`).
             mappable: replaces the host memory under the arrays, in place and with its content, by such as `allocate`
                 gives: processes of this host move pages twice as fast. Nobody may write there during the call; what is
-                next to the arrays in a page of memory goes along; a child of a fork shares the memory afterwards.
+                next to the arrays in a page of memory goes along; a child of a fork shares the memory afterwards. CUDA
+                and other libraries may have no registration of this memory: it would go on with the former pages. The
+                arrays keep the new memory when the pool is closed (`close`).
             context: the UCX context; None is the process's own.
 
         Raises:
@@ -329,6 +331,10 @@ class PagePool:
 
     def close(self) -> None:
         """Deregisters the memory; peers can reach none of it any more. Idempotent.
+
+        But for what processes of this host have mapped: only they can let go of it, and honest ones do. Arrays of
+        `from_arrays` with ``mappable`` stay such memory: what their owner keeps there afterwards a dishonest peer that
+        has mapped it can still read and write, as long as the arrays' memory is mapped here.
 
         Raises:
             TransportError: CUDA does not let go of page-locked memory; all of it is deregistered all the same.

@@ -227,7 +227,10 @@ class Context:
         host can map it.
 
         What else lies in its first and its last page of memory goes along. Nobody may write there during the call, and
-        a child of a fork shares the memory afterwards. It takes a quarter of a second for a GiB.
+        a child of a fork shares the memory afterwards. No other registration of it may exist, by CUDA or another
+        library: that would go on with the former pages. It takes a quarter of a second for a GiB.
+
+        The memory stays when the region is closed: who has mapped it by then reaches it until he lets go.
 
         Args:
             address: first byte.

@@ -42,7 +42,8 @@ def test_content_and_addresses_stay_and_what_is_written_is_seen_on_both_sides() 
     del peer
     region.close()
     np.testing.assert_array_equal(memory, before)
-    memory[...] = 1  # it is ordinary memory of its owner afterwards
+    memory[...] = 1  # its owner uses it on
+    assert mapping_kind(inside.ctypes.data) != "private", "nor does it become ordinary memory again"
 
 
 def test_renewed_it_is_where_it_was_and_the_former_pages_are_not() -> None:
