@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +41,10 @@ class Trio:
 
 
 @pytest.fixture(scope="module")
-def trio() -> Iterator[Trio]:
-    extra = {"token": TOKEN, "timeout_s": 20}
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    secret = tmp_path_factory.mktemp("secrets") / "token"
+    secret.write_text(TOKEN)
+    extra = {"token_file": str(secret), "timeout_s": 20}
     with (
         Instance(MODEL, core=0, role="kv_producer", extra=extra) as prefill,
         Instance(MODEL, core=1, role="kv_consumer", extra=extra, num_gpu_blocks_override=40) as decode,
@@ -159,12 +162,16 @@ def test_an_abort_while_pages_are_awaited_frees_the_blocks_at_once(trio: Trio) -
         assert trio.decode.settled(within_s=10)["free"] == trio.free["decode"]
 
 
-def test_a_wrong_token_is_told(trio: Trio) -> None:
-    with Instance(MODEL, core=1, role="kv_consumer", extra={"token": "guessed"}, policy="recompute") as stranger:
+def test_a_wrong_token_is_told(trio: Trio, tmp_path: Path) -> None:
+    """Before anything is connected: neither side shows the other its own."""
+    secret = tmp_path / "token"
+    secret.write_text("guessed")
+    extra = {"token_file": str(secret)}
+    with Instance(MODEL, core=1, role="kv_consumer", extra=extra, policy="recompute") as stranger:
         prompt = "A stranger asks for what is not his"
         answer = stranger.ask(prompt, trio.prefill.prefill(prompt), max_tokens=4)
         assert answer["text"] == trio.prefill.ask(prompt, max_tokens=4)["text"]
-        assert stranger.settled()["failures"] == {"AuthenticationError": 1}
+        assert stranger.settled()["failures"] == {"ConfigError": 1}
 
 
 def test_prefill_stopped_and_killed(trio: Trio) -> None:

@@ -27,11 +27,10 @@ class ConnectorConfig:
     advertise: str | None = None
     """What the other side is told instead, where ``host`` is 0.0.0.0 for instance."""
     port: int = 0
-    """Of the first worker; each tensor-parallel rank has the next one. 0 is any free one: the other side is told."""
-    token: str | None = None
-    """Shared secret of all instances that exchange pages."""
+    """Of the first worker; each tensor-parallel rank has the next one, and each data-parallel rank those after the rank
+    before. 0 is any free one: the other side is told."""
     token_file: str | None = None
-    """Where the secret is, instead."""
+    """Where the shared secret of all instances is that exchange pages. In a file, since vLLM logs all settings."""
     allow_unauthenticated: bool = False
     """As of `hurray_rdma.Engine`."""
     lease_s: float = 60.0
@@ -50,8 +49,6 @@ class ConnectorConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"must be from 0 to {_MAX_PORT}", field="port", value=self.port)
-        if self.token is not None and self.token_file is not None:
-            raise ConfigError("is given beside token: one of them", field="token_file", value=self.token_file)
         for name in ("lease_s", "timeout_s", "peer_timeout_s", "switch_interval_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError("must be above 0", field=name, value=getattr(self, name))
@@ -69,20 +66,38 @@ class ConnectorConfig:
         for name, value in extra.items():
             if name not in kinds:
                 raise ConfigError(
-                    f"is no key; there are {sorted(kinds)}", field="kv_connector_extra_config", value=name
+                    f"is no key; there are {sorted(kinds)}",
+                    field="kv_connector_extra_config",
+                    value=name,
+                    fix="Write the secret to a file, and its path as token_file" if name == "token" else None,
                 )
             if not isinstance(value, kinds[name]) or (isinstance(value, bool) and bool not in kinds[name]):
-                raise ConfigError(f"must be {kinds[name][0].__name__}", field=name, value=value)
+                # Not the value: who mistakes a key may have written a secret there.
+                kind = type(value).__name__
+                raise ConfigError(f"must be {kinds[name][0].__name__}", field=f"type of {name}", value=kind)
         return cls(**extra)
 
+    def port_of(self, worker: int, /) -> int:
+        """Where a worker listens.
+
+        Args:
+            worker: its number among those of all data-parallel ranks.
+
+        Raises:
+            ConfigError: there is no such port.
+        """
+        if self.port and self.port + worker > _MAX_PORT:
+            raise ConfigError(f"must be at most {_MAX_PORT - worker}: worker {worker}", field="port", value=self.port)
+        return self.port + worker if self.port else 0
+
     def secret(self) -> str | None:
-        """The token, from wherever it is.
+        """The token; None is none.
 
         Raises:
             ConfigError: ``token_file`` cannot be read, or is empty.
         """
         if self.token_file is None:
-            return self.token
+            return None
         try:
             token = Path(self.token_file).read_text().strip()
         except OSError as error:

@@ -10,10 +10,11 @@ import logging
 import queue
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from hurray_rdma.cache import Snapshot
 from hurray_rdma.connectors.vllm.caches import KEYS, VALUES, WHOLE, Caches
 from hurray_rdma.connectors.vllm.config import ConnectorConfig
 from hurray_rdma.connectors.vllm.handoff import RemotePrefill
+from hurray_rdma.connectors.vllm.peers import Peers
 from hurray_rdma.connectors.vllm.steps import Load, Publish, Step
 from hurray_rdma.engine import FetchedSnapshot, Placement, TransferStats
 from hurray_rdma.engine.sync import Engine, Peer
@@ -29,6 +31,8 @@ from hurray_rdma.errors import ConfigError, HurrayError
 __all__ = ["Ended", "WorkerSide"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SIGNS_OF_LIFE = 3
 """In the time of a lease."""
@@ -79,16 +83,18 @@ class WorkerSide:
         config: of the instance.
         tp_rank: of the worker.
         listens: whether others may read from it.
+        first_worker: how many workers of other data-parallel ranks come before this one's rank 0.
     """
 
-    def __init__(self, caches: Caches, config: ConnectorConfig, *, tp_rank: int, listens: bool) -> None:
+    def __init__(
+        self, caches: Caches, config: ConnectorConfig, *, tp_rank: int, listens: bool, first_worker: int = 0
+    ) -> None:
         self._caches = caches
         self._config = config
         self._tp_rank = tp_rank
-        port = config.port + tp_rank if config.port else 0
         self._engine = Engine(
             caches.whole,
-            listen=f"{_bracketed(config.host)}:{port}" if listens else None,
+            listen=f"{_bracketed(config.host)}:{config.port_of(first_worker + tp_rank)}" if listens else None,
             token=config.secret(),
             timeout_s=config.timeout_s,
             lease_s=config.lease_s,
@@ -104,7 +110,7 @@ class WorkerSide:
                     self._engine.add_pool(pool, name=end)
         self.address = self._advertised() if listens else ""
         """What the other side is to connect to; empty where it does not listen."""
-        self._peers: dict[str, Peer] = {}
+        self._peers = Peers(self._engine)
         self._published: dict[str, _Publication] = {}
         self._may_be_sent: set[str] = set()
         self._unread: queue.SimpleQueue[tuple[_Publication, str, int]] = queue.SimpleQueue()
@@ -208,7 +214,7 @@ class WorkerSide:
             present = np.arange(len(load.block_ids)) < load.num_present
             for end in self._caches.ends_for(load.remote.block_size):
                 placement = Placement(self._caches.pools[end], load.block_ids, present=present)
-                futures.append(self._peer(load.remote).fetch_async(load.remote.key + end, into=placement))
+                futures.append(self._fetch(load.remote, end, placement))
         except HurrayError as error:
             futures.append(Future())
             futures[-1].set_exception(error)
@@ -239,8 +245,14 @@ class WorkerSide:
             for end in self._caches.ends_for(remote.block_size):
                 pool = self._caches.pools[end]
                 count = -(-remote.num_tokens // pool.spec.page_size)
+                if count > pool.num_pages:
+                    raise ConfigError(
+                        f"is more than the {pool.num_pages} blocks here hold",
+                        field="remote_num_tokens",
+                        value=remote.num_tokens,
+                    )
                 placement = Placement(pool, np.arange(count), present=np.ones(count, np.bool_))
-                future = self._peer(remote).fetch_async(remote.key + end, into=placement)
+                future = self._fetch(remote, end, placement)
                 future.add_done_callback(partial(_let_go, what=f"{remote.key!r} was not declined"))
         except HurrayError as error:
             _log.info("%r could not be declined, and is kept until its lease ends: %s", remote.key, error)
@@ -250,15 +262,28 @@ class WorkerSide:
         for hold in self._held.values():
             if now >= hold.due:
                 hold.due = now + hold.remote.lease_s / _SIGNS_OF_LIFE
-                for end in self._caches.ends_for(hold.remote.block_size):
-                    future = self._peer(hold.remote).refresh_async(hold.remote.key + end)
-                    future.add_done_callback(partial(_log_failure, what=f"{hold.remote.key!r} was not refreshed"))
+                self._refresh(hold.remote)
 
-    def _peer(self, remote: RemotePrefill) -> Peer:
-        address = remote.addresses[self._tp_rank]
-        if address not in self._peers:
-            self._peers[address] = self._engine.connect(address)  # connects when it is first used
-        return self._peers[address]
+    def _refresh(self, remote: RemotePrefill) -> None:
+        try:
+            for end in self._caches.ends_for(remote.block_size):
+                future = self._call(remote, partial(Peer.refresh_async, key=remote.key + end))
+                future.add_done_callback(partial(_log_failure, what=f"{remote.key!r} was not refreshed"))
+        except HurrayError as error:
+            _log.info("%r was not refreshed: %s", remote.key, error)
+
+    def _fetch(self, remote: RemotePrefill, end: str, placement: Placement) -> Future[FetchedSnapshot]:
+        return self._call(remote, lambda peer: peer.fetch_async(remote.key + end, into=placement))
+
+    def _call(self, remote: RemotePrefill, method: Callable[[Peer], Future[T]]) -> Future[T]:
+        """Of the worker that has the same heads.
+
+        Raises:
+            HurrayError: as `Peers.call`; or there are not as many workers there as here.
+        """
+        if self._tp_rank >= len(remote.addresses):
+            raise ConfigError(f"has none for rank {self._tp_rank}", field="remote_addresses", value=remote.addresses)
+        return self._peers.call(remote.addresses[self._tp_rank], method)
 
     def _advertised(self) -> str:
         address = self._engine.address

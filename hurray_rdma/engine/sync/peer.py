@@ -48,6 +48,10 @@ class Peer:
         """As of `hurray_rdma.Peer.close`."""
         self._thread.end(self._peer.close())
 
+    def close_async(self) -> Future[None]:
+        """`close` that returns at once; the future cannot be cancelled by the engine's end."""
+        return self._thread.submit(self._peer.close(), ends=True)
+
     def send(
         self,
         snapshot: Snapshot,
