@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,18 +26,26 @@ class FakeRequest:
     max_tokens: int = 16
 
 
-def side(blocks: dict[str, list[int]] | None = None, **settings: Any) -> SchedulerSide:
-    settings = {"block_size": BLOCK, "layout": "rows", "model": "m", "tp_size": 1, "lease_s": 60.0} | settings
+def side(blocks: dict[str, list[int]] | None = None, **changes: Any) -> SchedulerSide:
+    settings: dict[str, Any] = {
+        "block_size": BLOCK,
+        "layout": "rows",
+        "model": "m",
+        "tp_size": 1,
+        "lease_s": 60.0,
+        "token": None,
+    }
+    settings |= changes
     made = SchedulerSide(block_ids_of=(blocks or {}).__getitem__, **settings)
     made.set_addresses(["host:1"] * settings["tp_size"])
     return made
 
 
-def remote(**changes: Any) -> dict[str, Any]:
+def remote(token: str | None = None, **changes: Any) -> dict[str, Any]:
     told = RemotePrefill(
         key="k", addresses=("host:1",), num_tokens=10, model="m", lease_s=60.0, block_size=BLOCK, layout="rows"
     )
-    return told.to_params() | changes
+    return told.to_params(token=token) | changes
 
 
 def test_a_prompt_is_published_in_the_step_that_computes_its_last_token() -> None:
@@ -53,7 +62,7 @@ def test_a_prompt_is_published_in_the_step_that_computes_its_last_token() -> Non
     assert (published.request_id, published.block_ids, published.num_tokens) == ("p", [5, 6, 7], 10)
     delayed, params = prefill.finished(request, complete=True)
     assert delayed
-    told = RemotePrefill.from_params(params or {})
+    told = RemotePrefill.from_params(params or {}, token=None)
     assert (told.key, told.addresses, told.num_tokens) == (published.key, ("host:1",), 10)
     assert "p" in told.key
     assert told.key != "p", "request IDs come again after a restart"
@@ -108,7 +117,7 @@ def test_what_the_other_side_has_is_loaded_into_the_blocks_that_are_no_prefix_hi
     decode.allocated(request, [3, 1, 2, 9], 10 - num_computed)
     step = decode.take_step({})
     assert step.unhold == ["d"]
-    assert step.load == [Load("d", RemotePrefill.from_params(remote()), "", [3, 1, 2], num_present)]
+    assert step.load == [Load("d", RemotePrefill.from_params(remote(), token=None), "", [3, 1, 2], num_present)]
     # Once: it is called again when it has blocks for what follows, and after a preemption.
     decode.allocated(request, [3, 1, 2, 9], 0)
     assert decode.matched_tokens(request, 0) == (0, False)
@@ -163,6 +172,17 @@ def test_one_that_vllm_refuses_before_it_is_a_request_is_declined() -> None:
         (remote(remote_layout="cpu-amx"), "layout of the cache = 'cpu-amx': of the prefill side; this side has 'rows'"),
         (remote(remote_num_tokens=11), "remote_num_tokens = 11: is above the 10 tokens of the prompt here"),
         (remote(remote_num_tokens=0), "remote_num_tokens = 0: must be above 0"),
+        (remote(remote_num_tokens=-(10**30)), "must be above 0"),
+        (remote(remote_num_tokens=2**60), "remote_num_tokens = 1152921504606846976: is above the 10 tokens"),
+        (remote(remote_block_size=0), "remote_block_size = 0: must be above 0"),
+        (remote(remote_lease_s=0), "remote_lease_s = 0.0: must be a time above 0"),
+        (remote(remote_lease_s=-5), "remote_lease_s = -5.0: must be a time above 0"),
+        (remote(remote_lease_s=float("nan")), "remote_lease_s = nan: must be a time above 0"),
+        (remote(remote_lease_s=float("inf")), "remote_lease_s = inf: must be a time above 0"),
+        (remote(remote_lease_s=10**400), "remote_lease_s = inf: must be a time above 0"),
+        (remote(remote_addresses=["a:b:c"]), "'a:b:c'"),
+        (remote(remote_addresses=["host:99999"]), "'host:99999'"),
+        (remote(remote_addresses=["ho st:1"]), "'ho st:1'"),
         (remote(remote_num_tokens=True), "kv_transfer_params.remote_num_tokens = True"),
         (remote(remote_addresses="a:1"), "kv_transfer_params.remote_addresses = 'a:1'"),
         (remote(remote_addresses=[]), "remote_addresses = []"),
@@ -201,8 +221,15 @@ def test_a_prompt_may_go_on_after_what_was_prefilled() -> None:
     assert decode.take_step({}).load[0].block_ids == [1, 2]
 
 
-def test_settings() -> None:
-    extra = {"port": 7400, "lease_s": 5, "token": "t", "allow_unauthenticated": True}
+def test_a_short_lease_does_not_make_every_step_a_sign_of_life() -> None:
+    assert RemotePrefill.from_params(remote(remote_lease_s=1e-9), token=None).lease_s == 1
+    assert RemotePrefill.from_params(remote(remote_lease_s=1.5), token=None).lease_s == 1.5
+
+
+def test_settings(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("t\n")
+    extra = {"port": 7400, "lease_s": 5, "token_file": str(secret), "allow_unauthenticated": True}
     config = ConnectorConfig.from_extra(extra)
     assert (config.port, config.lease_s, config.secret()) == (7400, 5, "t")
     assert ConnectorConfig.from_extra({}).secret() is None
@@ -212,11 +239,13 @@ def test_settings() -> None:
     ("extra", "why"),
     [
         ({"prot": 1}, "kv_connector_extra_config = 'prot': is no key"),
-        ({"port": "7400"}, "port = '7400': must be int"),
-        ({"port": True}, "port = True: must be int"),
+        ({"token": "hidden"}, "kv_connector_extra_config = 'token': is no key"),
+        ({"token": "hidden"}, "as token_file"),
+        ({"port": "hidden"}, "type of port = 'str': must be int"),
+        ({"token_file": ["hidden"]}, "type of token_file = 'list': must be str"),
+        ({"port": True}, "type of port = 'bool': must be int"),
         ({"port": 70000}, "port = 70000: must be from 0 to 65535"),
         ({"lease_s": 0}, "lease_s = 0: must be above 0"),
-        ({"token": "a", "token_file": "b"}, "token_file = 'b': is given beside token"),
         ({"token_file": "/nowhere/at/all"}, "token_file = '/nowhere/at/all': cannot be read"),
     ],
 )
@@ -224,3 +253,4 @@ def test_settings_that_are_refused(extra: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ConnectorConfig.from_extra(extra).secret()
     assert why in str(caught.value)
+    assert "hidden" not in str(caught.value)

@@ -23,12 +23,12 @@ from vllm.v1.request import RequestStatus
 
 from hurray_rdma.connectors.vllm.caches import Caches
 from hurray_rdma.connectors.vllm.config import ConnectorConfig
+from hurray_rdma.connectors.vllm.fits import check_instance
 from hurray_rdma.connectors.vllm.handoff import Layout
 from hurray_rdma.connectors.vllm.scheduler import SchedulerSide
 from hurray_rdma.connectors.vllm.stats import HurrayPromMetrics, HurrayStats, stats_of
 from hurray_rdma.connectors.vllm.steps import Handshake, Step
 from hurray_rdma.connectors.vllm.worker import Ended, WorkerSide
-from hurray_rdma.errors import ConfigError
 
 __all__ = ["HurrayConnector"]
 
@@ -50,7 +50,7 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
         self._config = ConnectorConfig.from_extra(transfer.kv_connector_extra_config)
         self._listens = transfer.is_kv_producer
         self._block_size = int(vllm_config.cache_config.block_size)
-        _check(vllm_config, kv_cache_config)
+        check_instance(vllm_config.parallel_config, kv_cache_config.kv_cache_groups)
         self._caches: Caches | None = None
         self._worker: WorkerSide | None = None
         self._step = Step()
@@ -63,6 +63,7 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
                 model=model_of(vllm_config),
                 tp_size=self._parallel.tensor_parallel_size,
                 lease_s=self._config.lease_s,
+                token=self._config.secret(),
                 block_ids_of=lambda request_id: list(self._kv_cache_manager.get_block_ids(request_id)[0]),
             )
 
@@ -113,7 +114,13 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
             tp_size=size,
             mappable=self._config.map_caches and current_platform.is_cpu(),
         )
-        self._worker = WorkerSide(self._caches, self._config, tp_rank=rank, listens=self._listens)
+        self._worker = WorkerSide(
+            self._caches,
+            self._config,
+            tp_rank=rank,
+            listens=self._listens,
+            first_worker=self._parallel.data_parallel_index * size,  # also where vLLM calls each rank the only one
+        )
 
     def get_handshake_metadata(self) -> Handshake:
         return Handshake(self._working().address)
@@ -184,16 +191,6 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> str:
 
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     return f"cpu-{_get_attn_isa(spec.dtype, spec.block_size, spec.head_size)}"
-
-
-def _check(vllm_config: Any, kv_cache_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise ConfigError("must be 1: the connector does not know it", field=name, value=getattr(parallel, name))
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ConfigError("must be 1: the connector does not know hybrid models", field="kv_cache_groups", value=groups)
 
 
 def _tp_rank() -> int:

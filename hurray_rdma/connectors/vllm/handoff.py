@@ -1,18 +1,32 @@
 """What two vLLM instances tell each other of a request, through `kv_transfer_params` and whatever proxy carries them.
 
-Knows the keys and their rules; what else a proxy adds is left alone. Knows no vLLM.
+They pass through clients' hands, and say where to connect to, which is where the engine shows its token: so whoever has
+a token signs them, and whoever has one believes only what is signed. Knows the keys and their rules; what else a proxy
+adds is left alone. Knows no vLLM.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from hurray_rdma.control import parse_address
 from hurray_rdma.errors import ConfigError
 
 __all__ = ["Layout", "RemotePrefill", "wants_remote_decode", "wants_remote_prefill"]
+
+
+_SIGNED = b"hurray_rdma: kv_transfer_params of RemotePrefill, 1\n"
+"""What a signature is of: none under the same token is good for anything else."""
+_MIN_LEASE_S = 1.0
+"""However short the other side's is: signs of life are not sent in every step."""
+_AS_IT_IS = "Pass the kv_transfer_params of the prefill side's answer on as they are"
 
 
 class Layout(StrEnum):
@@ -54,9 +68,10 @@ class RemotePrefill:
     layout: str
     """What is inside a block, as of `Layout`."""
 
-    def to_params(self) -> dict[str, Any]:
-        """As `kv_transfer_params` that ask the decode side for it."""
-        return {
+    def to_params(self, *, token: str | None) -> dict[str, Any]:
+        """As `kv_transfer_params` that ask the decode side for it; signed, where there is a token."""
+        signature = {} if token is None else {"remote_signature": self._signature(token)}
+        return signature | {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_request_id": self.key,
@@ -69,27 +84,69 @@ class RemotePrefill:
         }
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any], /) -> RemotePrefill:
+    def from_params(cls, params: Mapping[str, Any], /, *, token: str | None) -> RemotePrefill:
         """From a request's `kv_transfer_params`; whatever came over the network.
 
+        Args:
+            params: of the request.
+            token: with one, they must be signed by an instance that has it, too; without, they are believed.
+
         Raises:
-            ConfigError: a key is missing, or of another type.
+            ConfigError: a key is missing, of another type or out of range; or they are not signed, or other ones were.
         """
-        addresses = _taken(params, "remote_addresses", list)
-        if not addresses or not all(isinstance(address, str) for address in addresses):
-            raise ConfigError("must be one or more strings", field="remote_addresses", value=addresses)
-        num_tokens = _taken(params, "remote_num_tokens", int)
-        if num_tokens < 1:
-            raise ConfigError("must be above 0", field="remote_num_tokens", value=num_tokens)
-        return cls(
+        told = cls(
             key=_taken(params, "remote_request_id", str),
-            addresses=tuple(addresses),
-            num_tokens=num_tokens,
+            addresses=_addresses(params),
+            num_tokens=_positive(params, "remote_num_tokens"),
             model=_taken(params, "remote_model", str),
-            lease_s=float(_taken(params, "remote_lease_s", (int, float))),
-            block_size=_taken(params, "remote_block_size", int),
+            lease_s=_seconds(params, "remote_lease_s"),
+            block_size=_positive(params, "remote_block_size"),
             layout=_taken(params, "remote_layout", str),
         )
+        if token is not None:
+            signature = params.get("remote_signature")
+            known = signature.encode(errors="replace") if isinstance(signature, str) else b""
+            if not hmac.compare_digest(known, told._signature(token).encode()):
+                raise ConfigError(
+                    f"is not what an instance with this one's token makes of them (it names {list(told.addresses)})",
+                    field="kv_transfer_params.remote_signature",
+                    value=signature,
+                    fix=f"{_AS_IT_IS}, and give both instances the same token_file",
+                )
+        return replace(told, lease_s=max(told.lease_s, _MIN_LEASE_S))
+
+    def _signature(self, token: str) -> str:
+        """HMAC-SHA256 of all fields."""
+        said = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        return hmac.new(token.encode(), _SIGNED + said, hashlib.sha256).hexdigest()
+
+
+def _addresses(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of workers; each can be read."""
+    addresses = _taken(params, "remote_addresses", list)
+    if not addresses or not all(isinstance(address, str) for address in addresses):
+        raise ConfigError("must be one or more strings", field="remote_addresses", value=addresses)
+    for address in addresses:
+        parse_address(address)
+    return tuple(addresses)
+
+
+def _positive(params: Mapping[str, Any], name: str) -> int:
+    number: int = _taken(params, name, int)
+    if number < 1:
+        raise ConfigError("must be above 0", field=name, value=number)
+    return number
+
+
+def _seconds(params: Mapping[str, Any], name: str) -> float:
+    number = _taken(params, name, (int, float))
+    try:
+        seconds = float(number)
+    except OverflowError:
+        seconds = math.inf
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigError("must be a time above 0", field=name, value=seconds)
+    return seconds
 
 
 def _taken(params: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -99,6 +156,6 @@ def _taken(params: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) 
             "is not what the prefill side returned",
             field=f"kv_transfer_params.{name}",
             value=value,
-            fix="Pass the kv_transfer_params of the prefill side's answer on as they are",
+            fix=_AS_IT_IS,
         )
     return value

@@ -39,6 +39,7 @@ class SchedulerSide:
         model: what the cache is of; the other instance must have the same.
         tp_size: tensor-parallel workers of this instance.
         lease_s: as of `ConnectorConfig`.
+        token: of all instances; None is none.
         block_ids_of: the blocks that a running request has.
     """
 
@@ -50,6 +51,7 @@ class SchedulerSide:
         model: str,
         tp_size: int,
         lease_s: float,
+        token: str | None,
         block_ids_of: Callable[[str], list[int]],
     ) -> None:
         self._block_size = block_size
@@ -57,6 +59,7 @@ class SchedulerSide:
         self._model = model
         self._tp_size = tp_size
         self._lease_s = lease_s
+        self._token = token
         self._block_ids_of = block_ids_of
         self._instance = uuid.uuid4().hex
         self._addresses: tuple[str, ...] = ()
@@ -161,7 +164,7 @@ class SchedulerSide:
             block_size=self._block_size,
             layout=self._layout,
         )
-        return True, remote.to_params()
+        return True, remote.to_params(token=self._token)
 
     def _key(self, request_id: str) -> str:
         """Request IDs come again after a restart."""
@@ -180,7 +183,7 @@ class SchedulerSide:
             return None, ""
         assert params is not None
         try:
-            remote = RemotePrefill.from_params(params)
+            remote = RemotePrefill.from_params(params, token=self._token)
             self._check(remote, request)
         except ConfigError as error:
             return None, str(error)
@@ -194,7 +197,7 @@ class SchedulerSide:
             return None
         assert params is not None
         try:
-            remote = RemotePrefill.from_params(params)
+            remote = RemotePrefill.from_params(params, token=self._token)
             self._check_instance(remote)
         except ConfigError:
             return None
