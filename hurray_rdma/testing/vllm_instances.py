@@ -1,27 +1,19 @@
 """A vLLM instance in a process of its own, driven by hand: requests, aborts, looks at its block accounts.
 
-Everything that needs vLLM happens in the child; this side only talks to it. For tests, and for `scripts/vllm-demo`.
+Everything that needs vLLM happens in the child (`vllm_child`); this side only talks to it. For tests, and for
+`scripts/vllm-demo`.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections import Counter
-from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 from hurray_rdma.testing.processes import Child
+from hurray_rdma.testing.vllm_child import HURRAY, NIXL, run_instance
 
-__all__ = ["HURRAY", "NIXL", "Instance", "run_instance"]
-
-HURRAY, NIXL = "HurrayConnector", "NixlConnector"
-_SLEEP_S = 0.02
-_WAIT_S = 0.001
-"""After a step in which nothing could be computed, as `vllm serve` does (`EngineCoreProc._process_engine_step`)."""
-_NIXL_PORT = 5600
-"""Of its side channel; each process has one of its own from here on."""
+__all__ = ["HURRAY", "NIXL", "Instance"]
 
 
 class Instance:
@@ -65,6 +57,7 @@ class Instance:
         self._ready = False
         self._count = 0
         self._done: dict[str, dict[str, Any]] = {}
+        self._held = False
 
     @property
     def pid(self) -> int:
@@ -80,7 +73,12 @@ class Instance:
             self._ready = True
         return self
 
-    def submit(self, prompt: str, params: dict[str, Any] | None = None, *, max_tokens: int = 16) -> str:
+    def gone(self) -> Instance:
+        """Waits for the end that a signal has caused."""
+        assert self._child.join() is not None
+        return self
+
+    def submit(self, prompt: str | list[int], params: dict[str, Any] | None = None, *, max_tokens: int = 16) -> str:
         """Begins a request; its name."""
         self.ready()
         self._count += 1
@@ -92,33 +90,81 @@ class Instance:
         """Waits for a request: text, reason, kv_transfer_params, seconds to the first token, cached tokens."""
         until = time.monotonic() + timeout_s
         while name not in self._done:
-            kind, *rest = self._child.receive(timeout_s=max(0.1, until - time.monotonic()))
-            assert kind == "done", kind
-            self._done[rest[0]] = rest[1]
+            self._hear(until - time.monotonic())
         return self._done.pop(name)
 
-    def ask(self, prompt: str, params: dict[str, Any] | None = None, *, max_tokens: int = 16) -> dict[str, Any]:
+    def ask(
+        self, prompt: str | list[int], params: dict[str, Any] | None = None, *, max_tokens: int = 16
+    ) -> dict[str, Any]:
         """One request, to its end."""
         return self.result(self.submit(prompt, params, max_tokens=max_tokens))
 
-    def prefill(self, prompt: str) -> dict[str, Any]:
+    def prefill(self, prompt: str | list[int]) -> dict[str, Any]:
         """What the decode side is to be given for a prompt that this instance computes."""
         answer = self.ask(prompt, {"do_remote_decode": True}, max_tokens=16)
         assert answer["params"], answer
         return dict(answer["params"])
 
     def abort(self, name: str) -> None:
+        """The client does not want it any more."""
         self._child.send(("abort", name))
+
+    def abort_at(self, name: str, place: str, *, call: int = 1) -> None:
+        """The same, in the middle of a step: when a method is called by vLLM's thread for that time from now on."""
+        self._child.send(("abort_at", name, place, call))
+
+    def preempt(self) -> None:
+        """Has vLLM put all running requests back, as when it needs their blocks."""
+        self._child.send(("preempt",))
+
+    def steps(self, count: int) -> None:
+        """Has it take so many steps, and then none until `go`; 0 is to stop at once."""
+        self._held = False
+        self._child.send(("steps", count))
+        self.wait_held()
+
+    def go(self) -> None:
+        """Has it step as ever."""
+        self._child.send(("steps", None))
+
+    def hold(self, place: str, *, call: int = 1) -> None:
+        """Has another thread than vLLM's stop before a method, ``module:Class.method``; see `Hold`."""
+        self._held = False
+        self._child.send(("hold", place, call))
+
+    def tune(self, place: str, value: object) -> None:
+        """Sets a constant of a module, ``module:NAME``."""
+        self._child.send(("tune", place, value))
+
+    def wait_held(self, *, timeout_s: float = 180) -> None:
+        """Until it has stopped there."""
+        until = time.monotonic() + timeout_s
+        while not self._held:
+            self._hear(until - time.monotonic())
+
+    def release(self) -> None:
+        """Lets it go on."""
+        self._child.send(("release",))
 
     def tell(self, what: str) -> Any:
         """``facts``: free blocks, requests that vLLM still holds, metrics of the connector; ``cpu``: seconds used."""
         self.ready()
         self._child.send((what,))
-        while True:
-            kind, *rest = self._child.receive(timeout_s=60)
-            if kind == what:
-                return rest[0]
+        while (answer := self._hear(60, what)) is None:
+            pass
+        return answer[0]
+
+    def _hear(self, timeout_s: float, wanted: str = "") -> list[Any] | None:
+        """The next message, if it is of the kind that is wanted; others are kept."""
+        kind, *rest = self._child.receive(timeout_s=max(0.1, timeout_s))
+        if kind == wanted:
+            return list(rest)
+        assert kind in ("done", "held"), kind
+        if kind == "held":
+            self._held = True
+        else:
             self._done[rest[0]] = rest[1]
+        return None
 
     def settled(self, *, within_s: float = 30) -> dict[str, Any]:
         """The facts once vLLM holds no request any more."""
@@ -137,98 +183,3 @@ class Instance:
             while self._child.receive(timeout_s=60) != "ended":
                 pass
         self._child.__exit__(kind, error, tb)
-
-
-def run_instance(
-    connection: Connection, model: str, core: int, transfer: dict[str, Any] | None, arguments: dict[str, Any]
-) -> None:
-    """In the child: takes commands between vLLM's steps."""
-    os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND=str(core),
-        VLLM_SLEEP_WHEN_IDLE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="WARNING",
-        HF_HUB_OFFLINE="1",
-        VLLM_NIXL_SIDE_CHANNEL_PORT=str(_NIXL_PORT + os.getpid() % 1000),
-    )
-    from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: PLC0415 - it reads the environment
-    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
-
-    if transfer is not None:
-        arguments = arguments | {"kv_transfer_config": transfer}
-    settings = {"block_size": 32, "max_model_len": 1024, "max_num_seqs": 4, "dtype": "bfloat16"} | arguments
-    engine = LLMEngine.from_engine_args(EngineArgs(model=model, enforce_eager=True, **settings))
-    core_engine = engine.engine_core.engine_core
-    scheduler = core_engine.scheduler
-    connection.send("ready")
-    seen: list[dict[str, Any]] = []
-    if transfer is not None:
-        _watch_stats(get_kv_transfer_group(), seen)
-    begun: dict[str, float] = {}
-    first: dict[str, float] = {}
-    names: dict[str, str] = {}
-
-    def facts() -> dict[str, Any]:
-        pool = scheduler.kv_cache_manager.block_pool
-        told = {"free": pool.get_num_free_blocks(), "blocks": pool.num_gpu_blocks, "requests": len(scheduler.requests)}
-        if transfer is not None:
-            told["stats"] = list(seen)
-        if transfer is not None and transfer["kv_connector"] == HURRAY:
-            told["engine"] = get_kv_transfer_group()._working()._engine.stats()
-            told["failures"] = dict(sum((Counter(each["failures"]) for each in seen), Counter()))
-        return told
-
-    while True:
-        busy = engine.has_unfinished_requests() or scheduler.has_requests()
-        while connection.poll(0 if busy else _SLEEP_S):
-            command, *rest = connection.recv()
-            if command == "submit":
-                name, prompt, params, max_tokens = rest
-                extra = {"kv_transfer_params": params} if params else None
-                sampling = SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=extra)
-                begun[name] = time.monotonic()
-                names[engine.add_request(name, prompt, sampling) or name] = name
-                busy = True
-            elif command == "abort":
-                engine.abort_request(rest)
-                connection.send(("done", rest[0], {"text": "", "reason": "abort", "params": None}))
-            elif command == "facts":
-                connection.send((command, facts()))
-            elif command == "cpu":
-                times = os.times()
-                connection.send((command, times.user + times.system))
-            elif command == "end":
-                core_engine.shutdown()
-                connection.send("ended")
-                return
-        for output in engine.step() if busy else ():
-            name = output.request_id if output.request_id in begun else names.get(output.request_id, output.request_id)
-            if name in begun and output.outputs and output.outputs[0].token_ids:
-                first.setdefault(name, time.monotonic())
-            if output.finished:
-                result = {
-                    "text": output.outputs[0].text,
-                    "reason": output.outputs[0].finish_reason,
-                    "params": output.kv_transfer_params,
-                    "seconds": first.pop(name, time.monotonic()) - begun.pop(name),
-                    "cached": output.num_cached_tokens,
-                    "tokens": len(output.prompt_token_ids or ()),
-                }
-                connection.send(("done", name, result))
-        if busy and not scheduler.running and scheduler.has_requests():
-            time.sleep(_WAIT_S)
-
-
-def _watch_stats(connector: Any, seen: list[dict[str, Any]]) -> None:
-    """Keeps what the connector tells vLLM of its transfers."""
-    tell = connector.get_kv_connector_stats
-
-    def watched() -> Any:
-        stats = tell()
-        if stats is not None and not stats.is_empty():
-            seen.append(dict(stats.data))
-        return stats
-
-    connector.get_kv_connector_stats = watched
