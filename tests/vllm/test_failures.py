@@ -26,7 +26,7 @@ PUBLISH = "hurray_rdma.connectors.vllm.worker:WorkerSide.publish"
 """A prompt has been computed."""
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 30, "max_model_len": 768, "max_num_batched_tokens": 64}
 """Of the 30 blocks one is vLLM's own."""
-EXTRA = {"token": "between us", "timeout_s": 60, "lease_s": LEASE_S}
+EXTRA = {"timeout_s": 60, "lease_s": LEASE_S}
 
 
 def numbered(start: int, count: int) -> list[int]:
