@@ -22,6 +22,7 @@ from hurray_rdma.engine.marks import mark_soon
 from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.processes import process_id
+from hurray_rdma.engine.receiving import receive
 from hurray_rdma.engine.reception import Reception
 from hurray_rdma.engine.settling import Settling
 from hurray_rdma.engine.shortages import Shortage, Shortages
@@ -362,6 +363,24 @@ class Engine:
 
     def _own_pool(self, pool: PagePool | None) -> PagePool:
         return next(iter(self._own_pools.values())) if pool is None else pool
+
+    async def receive(self, key: str, placement: Placement, *, timeout_s: float | None = None) -> Arrival:
+        """`expect` that waits for the arrival and until every page is in place; it does not come by `arrivals`.
+
+        Release it. If this raises, or is cancelled, no sender can write into the pages any more.
+
+        Args:
+            key, placement: as of `expect`.
+            timeout_s: for the offer and the pages; None is the engine's. The end of a transfer that is under way then
+                takes its time.
+
+        Raises:
+            ConfigError: as of `expect`.
+            DeadlineExceededError: nobody offered it, or its pages did not come, in time.
+            HurrayError: the transfer failed or was aborted.
+        """
+        receiver = self._receiving().receiver_into(placement.pool)
+        return await receive(receiver, key, placement, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
     # Pull.
 

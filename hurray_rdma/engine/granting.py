@@ -6,6 +6,7 @@ Knows one pool and no queue: whose turn it is `Receiver` says.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,7 @@ class Granting:
         written: Lease,
         resident: Lease | None,
         page_keys: NDArray[np.uint8] | None,
+        take: Callable[[Arrival], None] | None = None,
     ) -> None:
         """Grants an offer its pages, of which those ``found`` do not travel, and hands the arrival on."""
         arrival = self.arrival(offer, page_ids, written=written, resident=resident)
@@ -96,7 +98,7 @@ class Granting:
             arrival.stopping(error)
             arrival.ended(quiet=True)  # it was not granted
             raise
-        self._arrivals.put_nowait(arrival)
+        (take or self._arrivals.put_nowait)(arrival)
 
     def arrival(
         self, offer: GoodOffer, page_ids: NDArray[np.uint32], *, written: Lease, resident: Lease | None
@@ -152,8 +154,13 @@ class Granting:
         """The application does not want the arrival any more."""
         self._granted.abort(arrival, ErrorCode.ABORTED, reason)
 
-    def place(self, offer: GoodOffer, placement: Placement) -> None:
+    def place(self, offer: GoodOffer, placement: Placement, take: Callable[[Arrival], None] | None) -> None:
         """Grants an offer the pages that the application has chosen.
+
+        Args:
+            offer: what is granted.
+            placement: where it goes.
+            take: as of `Receiver.expect`.
 
         Raises:
             HurrayError: they do not fit, or the sender is gone.
@@ -166,4 +173,4 @@ class Granting:
                 value=offer.heads,
             )
         written = self._pool.allocator.retain(page_ids[~present])
-        self._begin(offer, page_ids, present, written=written, resident=None, page_keys=None)
+        self._begin(offer, page_ids, present, written=written, resident=None, page_keys=None, take=take)

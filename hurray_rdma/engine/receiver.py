@@ -32,6 +32,7 @@ from hurray_rdma.control import (
     TensorData,
     TransferFailed,
 )
+from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.granting import Granting
@@ -118,7 +119,7 @@ class Receiver:
         self._announced: Pool | None = None
         self._waiting = WaitingOffers(self._too_late)
         self._expects = False
-        self._expected: dict[str, Placement] = {}
+        self._expected: dict[str, tuple[Placement, Callable[[Arrival], None] | None]] = {}
         self._unexpected = WaitingOffers(self._too_late)
         self._free_when_full: int | None = None
         self._shortages = shortages
@@ -152,8 +153,12 @@ class Receiver:
         """Pages that the offer that waits first lacks now; 0 where none waits. On any thread."""
         return max(0, self._num_wanted - self.pool.allocator.accounts().free)
 
-    def expect(self, key: str, placement: Placement) -> None:
+    def expect(self, key: str, placement: Placement, *, take: Callable[[Arrival], None] | None = None) -> None:
         """Says where the snapshot of a key goes; see `Engine.expect`.
+
+        Args:
+            key, placement: as there.
+            take: is given the arrival, instead of whoever takes all of them.
 
         Raises:
             ConfigError: the key is expected already.
@@ -161,7 +166,7 @@ class Receiver:
         if key in self._expected:
             raise ConfigError("is expected already", field="key", value=key, fix="Take it back first: unexpect")
         self._expects = True
-        self._expected[key] = placement
+        self._expected[key] = placement, take
         self._place_expected()
 
     def unexpect(self, key: str) -> bool:
@@ -434,16 +439,16 @@ class Receiver:
     def _place_expected(self) -> None:
         """Grants what is offered and expected; those of other keys wait for `expect`, and hold nobody up."""
         for offer in self._unexpected.all():
-            placement = self._expected.get(offer.offer.key)
+            expected = self._expected.get(offer.offer.key)
             whole = self.granted.unfilled.get(offer.offer.key)
-            if (placement is None and whole is None) or self._holding or self.pool.closed:
+            if (expected is None and whole is None) or self._holding or self.pool.closed:
                 continue
             self._unexpected.remove(*offer.key)
             try:
                 if whole is not None:
                     self._granting.join(whole, offer)
-                elif placement is not None:
-                    self._granting.place(offer, placement)
+                elif expected is not None:
+                    self._granting.place(offer, *expected)
                     del self._expected[offer.offer.key]
             except HurrayError as error:
                 self._refuse(*offer.key, error)

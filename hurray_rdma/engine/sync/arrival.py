@@ -63,8 +63,8 @@ class Arrival:
         return self._thread.submit(self._arrival.settled())
 
     def release(self) -> None:
-        """As of `hurray_rdma.Arrival.release`; also when the engine is closed."""
-        if not self._thread.end(on_loop(self._arrival.release)):
+        """As of `hurray_rdma.Arrival.release`; also when the engine is closed, and in callbacks of its futures."""
+        if self._thread.is_current or not self._thread.end(on_loop(self._arrival.release)):
             self._arrival.release()
 
     def abort(self, reason: str = "the receiver does not want it any more") -> None:

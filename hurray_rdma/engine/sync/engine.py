@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -166,6 +167,18 @@ class Engine:
     def unexpect(self, key: str, pool: PagePool | None = None) -> bool:
         """As of `hurray_rdma.Engine.unexpect`."""
         return self._thread.run(on_loop(self._engine.unexpect, key, pool))
+
+    def receive(self, key: str, placement: Placement, *, timeout_s: float | None = None) -> Arrival:
+        """As of `hurray_rdma.Engine.receive`."""
+        return self._thread.run(self._receive(key, placement, timeout_s), undo=_release)
+
+    def receive_async(self, key: str, placement: Placement, *, timeout_s: float | None = None) -> Future[Arrival]:
+        """`receive` that returns at once; the future is as of `Peer.send_async`. Release what it brings, also when it
+        comes in spite of a ``cancel``."""
+        return self._thread.submit(self._receive(key, placement, timeout_s))
+
+    async def _receive(self, key: str, placement: Placement, timeout_s: float | None) -> Arrival:
+        return Arrival(await self._engine.receive(key, placement, timeout_s=timeout_s), self._thread)
 
     def publish(
         self,

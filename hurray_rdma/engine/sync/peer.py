@@ -14,6 +14,7 @@ from hurray_rdma.engine import peer as asynchronous
 from hurray_rdma.engine.fetching import FetchedSnapshot
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
+from hurray_rdma.engine.sync.push import Push
 from hurray_rdma.engine.sync.thread import EngineThread, on_loop
 from hurray_rdma.engine.sync.transfer import OpenTransfers, Transfer
 from hurray_rdma.transport import LaneReport
@@ -140,6 +141,33 @@ class Peer:
             ),
             self._thread,
             self._transfers,
+        )
+
+    def begin_async(
+        self,
+        snapshot: Snapshot,
+        *,
+        key: str | None = None,
+        pool: str | None = None,
+        page_keys: NDArray[np.uint8] | None = None,
+        zero_tails: bool = False,
+        stream: Any = None,
+        timeout_s: float | None = None,
+    ) -> Push:
+        """`begin` for a thread that computes layers and must not wait: returns at once, and so does each
+        `Push.layer_ready`."""
+        return Push(
+            lambda: self._peer.begin(
+                snapshot,
+                key=key,
+                pool=pool,
+                page_keys=page_keys,
+                zero_tails=zero_tails,
+                stream=stream,
+                timeout_s=timeout_s,
+            ),
+            snapshot,
+            self._thread,
         )
 
     def fetch(

@@ -160,6 +160,11 @@ class EngineThread:
         """Whether it is of this process: after a fork the child has a copy that runs nowhere."""
         return os.getpid() == self._pid
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on it."""
+        return threading.get_ident() == self._thread.ident
+
     # On the thread.
 
     def _run(self) -> None:
@@ -234,7 +239,7 @@ class EngineThread:
             )
 
     def _check_thread(self, coroutine: Coroutine[Any, Any, Any] | None) -> None:
-        if threading.get_ident() == self._thread.ident:
+        if self.is_current:
             if coroutine is not None:
                 coroutine.close()
             raise ConfigError(
