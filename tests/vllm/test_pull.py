@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hurray_rdma.connectors.vllm.handoff import RemotePrefill
 from hurray_rdma.testing.vllm_instances import Instance
 from tests.vllm.prompts import MODEL, PROMPTS
 
@@ -53,6 +54,11 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
         instances = {"prefill": prefill, "decode": decode, "larger": larger}
         free = {name: instance.ready().tell("facts")["free"] for name, instance in instances.items()}
         yield Trio(prefill, decode, larger, free)
+
+
+def signed(params: dict[str, Any]) -> dict[str, Any]:
+    """As prefill would have signed them."""
+    return RemotePrefill.from_params(params, token=None).to_params(token=TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +131,24 @@ def test_a_prefix_that_is_here_is_not_fetched_again(trio: Trio) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "is_signed", "error"),
     [
-        ({"remote_request_id": "never published"}, "NotPublishedError"),
-        ({"remote_addresses": ["127.0.0.1:1"]}, "PeerLostError"),
-        ({"remote_model": "LlamaForCausalLM-of-somebody-else"}, "ConfigError"),
-        ({"remote_addresses": ["a", "b"]}, "ConfigError"),
-        ({"remote_num_tokens": "many"}, "ConfigError"),
+        ({"remote_request_id": "never published"}, True, "NotPublishedError"),
+        ({"remote_addresses": ["127.0.0.1:1"]}, True, "PeerLostError"),
+        ({"remote_addresses": ["127.0.0.1:2"]}, False, "ConfigError"),
+        ({"remote_model": "LlamaForCausalLM-of-somebody-else"}, True, "ConfigError"),
+        ({"remote_addresses": ["a", "b"]}, True, "ConfigError"),
+        ({"remote_num_tokens": "many"}, False, "ConfigError"),
     ],
 )
-def test_what_cannot_be_loaded_fails_or_is_computed_here(trio: Trio, change: dict[str, Any], error: str) -> None:
+def test_what_cannot_be_loaded_fails_or_is_computed_here(
+    trio: Trio, change: dict[str, Any], is_signed: bool, error: str
+) -> None:
     """As vLLM's failure policy says."""
     prompt = f"A prompt whose pages do not come, because of {next(iter(change.values()))}: it says"
     params = trio.prefill.prefill(prompt) | change
+    if is_signed:
+        params = signed(params)
     before = dict(trio.decode.tell("facts")["failures"])
     assert trio.decode.ask(prompt, dict(params), max_tokens=4)["reason"] == "error"
     after = trio.decode.tell("facts")["failures"]
@@ -154,7 +165,7 @@ def test_an_abort_while_pages_are_awaited_frees_the_blocks_at_once(trio: Trio) -
     params = trio.prefill.prefill(prompt)
     with socket.create_server(("127.0.0.1", 0)) as mute:  # connects, and never says a word
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        name = trio.decode.submit(prompt, params | {"remote_addresses": [address]})
+        name = trio.decode.submit(prompt, signed(params | {"remote_addresses": [address]}))
         time.sleep(1)
         assert trio.decode.tell("facts")["requests"] == 1
         trio.decode.abort(name)
