@@ -239,8 +239,13 @@ def test_memory_of_a_device_is_never_reached_by_this_process_s_own_loads_and_sto
 
 @pytest.mark.parametrize(
     ("options", "lane_of_puts", "lane_of_gets"),
-    [({"TLS": "posix,cma"}, "cma", "cma"), ({"TLS": "tcp"}, "tcp", "tcp (staged)")],
-    ids=["cma", "tcp"],
+    [
+        ({"TLS": "posix,cma"}, "cma", "cma"),
+        ({"TLS": "tcp"}, "tcp", "tcp (staged)"),
+        # No RMA at all: UCX packs a put into messages, and is done at once.
+        ({"TLS": "tcp", "TCP_PUT_ENABLE": "n"}, "tcp (staged)", "tcp (staged)"),
+    ],
+    ids=["cma", "tcp", "emulated"],
 )
 def test_the_lane_of_a_device_is_what_ucx_says_that_it_took(
     options: dict[str, str],
@@ -277,12 +282,12 @@ def test_the_lane_of_a_device_is_what_ucx_says_that_it_took(
         assert put.lane_from("cpu") == got.lane_from("cpu") == "cuda_ipc"
         with caplog.at_level(logging.WARNING, "hurray_rdma"):
             assert move(put, "write", PAGE) == lane_of_puts
-            assert not caplog.records
+            assert len(caplog.records) == lane_of_puts.endswith("(staged)")
             assert move(got, "read", PAGE) == lane_of_gets
             assert move(got, "read", 4 * PAGE) == lane_of_gets
-        staged = lane_of_gets.endswith("(staged)")
-        assert [each.levelname for each in caplog.records] == ["WARNING"] * staged, "said once"
-        if staged:
+        staged = [lane.endswith("(staged)") for lane in (lane_of_puts, lane_of_gets)]
+        assert [each.levelname for each in caplog.records] == ["WARNING"] * sum(staged), "once of each memory"
+        if any(staged):
             assert "travel over tcp (staged), not cuda_ipc" in caplog.text
             assert "software emulation tcp/lo" in caplog.text
         pages = local.array().reshape(NUM_PAGES, PAGE)

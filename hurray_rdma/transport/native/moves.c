@@ -147,7 +147,7 @@ static ucp_request_param_t tracked_by(progress_t *progress)
 static ucs_status_t account(progress_t *progress, ucs_status_ptr_t result)
 {
     if (UCS_PTR_IS_PTR(result)) {
-        return UCS_OK; /* on_complete does the rest */
+        return UCS_OK; /* on_complete does the rest, or has done it: without immediate completion it may run in the call */
     }
     __atomic_add_fetch(&progress->completed, 1, __ATOMIC_ACQ_REL);
     progress_drop(progress);
@@ -254,7 +254,13 @@ hurray_outcome_t hurray_post(ucp_worker_h worker, ucp_ep_h ep, hurray_direction_
         __atomic_add_fetch(&progress->holders, 1, __ATOMIC_ACQ_REL);
         outcome.posted++;
         outcome.nbytes += plan.lengths[i];
-        param.cb.send = (description != NULL && i == 0) ? on_complete_describe : on_complete;
+        if (description != NULL && i == 0) { /* UCX tells only of what it has made a request for */
+            param.op_attr_mask |= UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+            param.cb.send = on_complete_describe;
+        } else {
+            param.op_attr_mask &= ~(uint32_t)UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+            param.cb.send = on_complete;
+        }
         outcome.status = account(progress, direction == HURRAY_PUT
                                                ? ucp_put_nbx(ep, local, plan.lengths[i], remote, rkey, &param)
                                                : ucp_get_nbx(ep, local, plan.lengths[i], remote, rkey, &param));
