@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-__all__ = ["is_anonymous", "mapping_kind", "ucx_copies"]
+__all__ = ["is_anonymous", "is_writable_memory", "mapping_kind", "ucx_copies"]
 
 _LINE = re.compile(r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<mode>\S+) \S+ \S+ \S+\s*(?P<path>.*)$")
 
@@ -34,8 +34,23 @@ def mapping_kind(address: int) -> str:
 def is_anonymous(start: int, end: int) -> bool:
     """Whether all bytes before ``end`` are writable, private to this process, and neither a file's, a stack's nor the
     heap's that ``brk`` moves."""
+    return _all_are(
+        lambda found: found["mode"].startswith("rw-p") and (not found["path"] or found["path"].startswith("[anon")),
+        start,
+        end,
+    )
+
+
+def is_writable_memory(start: int, end: int) -> bool:
+    """Whether this process may load and store all bytes before ``end``: mapped for both, and not a GPU's."""
+    return _all_are(
+        lambda found: found["mode"].startswith("rw") and not found["path"].startswith("/dev/nvidia"), start, end
+    )
+
+
+def _all_are(such: Callable[[re.Match[str]], bool], start: int, end: int) -> bool:
     for found in _mappings(start, end):
-        if not found["mode"].startswith("rw-p") or (found["path"] and not found["path"].startswith("[anon")):
+        if not such(found):
             return False
         if int(found["start"], 16) > start:  # a gap
             return False

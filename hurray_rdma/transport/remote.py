@@ -20,7 +20,7 @@ from hurray_rdma.errors import GeometryError, HurrayError, TransportError
 from hurray_rdma.transport.binding import native
 from hurray_rdma.transport.envelope import unseal
 from hurray_rdma.transport.lanes import carried_by
-from hurray_rdma.transport.mappings import mapping_kind
+from hurray_rdma.transport.mappings import is_writable_memory, mapping_kind
 from hurray_rdma.transport.memory import Region, RemoteRegion
 from hurray_rdma.transport.status import deadline_ns, raise_for
 
@@ -72,6 +72,8 @@ class RemoteMemory:
         self._closing = False
         # Memory of a device is not for this process's own loads and stores, wherever it is mapped.
         self._pointer = self._rkey.pointer(remote.remote_addr) if remote.device == "cpu" else 0
+        if self._pointer and not is_writable_memory(self._pointer, self._pointer + remote.nbytes):
+            self._pointer = 0  # the peer says what is not true: it would crash this process
         self._mapping = mapping_kind(self._pointer) if self._pointer else None
         self._carried: dict[str, tuple[int, str]] = {}
         """By the device of this process's memory: the longest piece of which UCX has said what carries it, and what.
@@ -226,7 +228,7 @@ class RemoteMemory:
     def _learn(self, device: str, nbytes: int, description: str) -> None:
         lane, expected = carried_by(description), self.lane_from(device)
         if not lane:
-            return  # it was done at once; another plan will tell
+            return  # another plan will tell
         self._carried[device] = nbytes, lane
         if lane.endswith("(staged)") and not expected.endswith("(staged)"):
             _log.warning(
