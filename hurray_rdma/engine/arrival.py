@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache import Lease, PagePool, Snapshot
 from hurray_rdma.engine.apart import apart
-from hurray_rdma.engine.marks import device_of
+from hurray_rdma.engine.marks import Mark, device_of, give_back, mark_soon
 from hurray_rdma.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -73,7 +73,8 @@ class Arrival:
         self.sender = sender
         """Name of the sending engine; of the first, where several send slices of the heads."""
         self.lane = lane
-        """UCX transport that the sender writes over, as of `TransferStats.lane`."""
+        """UCX transport that the sender writes over, as it said in its offer: as of `TransferStats.lane`, and with
+        "(expected)" where its first pages to or from a GPU had not moved by then."""
         self.path = path
         """How it writes, as of `TransferStats.path`."""
         self.state = ArrivalState.ARRIVING
@@ -115,6 +116,8 @@ class Arrival:
         self._complete = asyncio.Event()
         self._quiet = asyncio.Event()
         self._error: HurrayError | None = None
+        self._last_use: Mark | None = None
+        """What must have run before the pages are anybody else's."""
 
     async def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
         """Returns when all pages of one layer, every role, are in place.
@@ -230,8 +233,23 @@ class Arrival:
             for gate in list(self._gates[layer]):
                 self._open(layer, gate)
 
-    def release(self) -> None:
-        """Gives the pages back; one that is still arriving is aborted first. Harmless when repeated."""
+    def release(self, *, stream: Any = None) -> None:
+        """Gives the pages back; one that is still arriving is aborted first. Harmless when repeated.
+
+        Kernels that only are queued yet, behind `wait_layer` with a stream for instance, would find another snapshot in
+        pages that went back before they run: name their stream.
+
+        Args:
+            stream: the CUDA stream, as of `Peer.send`, of the last work that uses the pages: they go back when what is
+                queued on it by now has run, and perhaps some of what follows, without the host. Where CUDA does not
+                tell that it has (a kernel failed, or the stream captures a graph), they go into quarantine. None: no
+                work uses them any more.
+
+        Raises:
+            ConfigError: it is no stream, or on another GPU; nothing was released.
+        """
+        if self._last_use is None and self.state is not ArrivalState.RELEASED:
+            self._last_use = mark_soon(self._pool, stream)
         if self.state is ArrivalState.ARRIVING:
             self.abort()
         elif self.state is ArrivalState.COMPLETE:
@@ -283,20 +301,18 @@ class Arrival:
         self.state = ArrivalState.QUARANTINED
         self._pool.allocator.quarantine(self._written, reason=str(self._error), revocable=revocable)
         if self._resident is not None:
-            self._resident.release()  # nobody was to write into these
+            give_back([self._resident], self._last_use)  # nobody was to write into these
 
     def recovered(self) -> None:
         """Writes into the quarantined pages have become impossible after all."""
         self.state = ArrivalState.RELEASED
         self._quiet.set()
-        self._pool.allocator.recover(self._written)
+        give_back([self._written], self._last_use, recover=True)
 
     def _free(self) -> None:
         self.state = ArrivalState.RELEASED
         self._quiet.set()
-        self._written.release()
-        if self._resident is not None:
-            self._resident.release()
+        give_back([self._written] if self._resident is None else [self._written, self._resident], self._last_use)
 
     def __repr__(self) -> str:
         return f"<Arrival {self.key!r} {self.state.name.lower()} {self._num_pages} pages>"

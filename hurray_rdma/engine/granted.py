@@ -168,7 +168,7 @@ class Granted:
             nbytes=len(whole.written) * pages_nbytes(self._pool.spec),
             num_pages=len(whole.written),
             num_resident=whole.num_resident,
-            lane=offer.offer.lane,
+            lane=offer.offer.lane.removesuffix(" (expected)"),  # as the sender's later offers say it
             path=offer.offer.path,
             seconds=now - whole.granted,
             waited_s=whole.granted - offer.came,

@@ -1,4 +1,4 @@
-"""Points on CUDA streams that transfers wait for: what was queued before them has filled the pages.
+"""Points on CUDA streams that transfers wait for: what was queued before them has filled the pages, or used them.
 
 Knows pools and streams; asks the transport. CUDA blocks whoever records one while the stream's queue is full, maybe
 behind a gate that the event loop opens: what runs on the loop has it recorded by another thread.
@@ -7,15 +7,17 @@ behind a gate that the event loop opens: what runs on the loop has it recorded b
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from hurray_rdma.cache import PagePool
+from hurray_rdma.cache import Lease, PagePool
 from hurray_rdma.engine.apart import apart, start_apart
 from hurray_rdma.errors import DeadlineExceededError, HurrayError
 from hurray_rdma.transport import stream_device, stream_handle
 
-__all__ = ["Mark", "device_of", "mark_of", "mark_soon", "marked"]
+__all__ = ["Mark", "device_of", "give_back", "mark_of", "mark_soon", "marked"]
 
 
 class Mark:
@@ -70,6 +72,10 @@ class Mark:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody may wait, or nobody
         return future
 
+    def then(self, work: Callable[[BaseException | None], object]) -> None:
+        """Calls it once the work has run, or with what CUDA says of it; on any thread, also when the loop is over."""
+        self._passed.add_done_callback(lambda passed: work(passed.exception()))
+
     def _told(self, error: HurrayError | None) -> None:
         if error is None:
             self._passed.set_result(None)
@@ -120,6 +126,31 @@ async def marked(pool: PagePool, stream: Any, *, timeout_s: float) -> Mark | Non
         rule = "the stream's queue was full all the time"
         raise DeadlineExceededError(rule, field="timeout_s", value=timeout_s) from None
     return mark
+
+
+def give_back(leases: Iterable[Lease], mark: Mark | None, *, recover: bool = False) -> None:
+    """Releases leases once the work before a mark has run; None is now. Where nobody can tell, pages that kernels may
+    still use go into quarantine.
+
+    Args:
+        leases: of pages that nobody needs any more.
+        mark: behind the last use of them.
+        recover: they are in quarantine, and what put them there is over.
+    """
+
+    def ended(lease: Lease, error: BaseException | None) -> None:
+        if error is not None:
+            lease.allocator.quarantine(lease, reason=f"kernels may still use them: {error}")
+        elif recover:
+            lease.allocator.recover(lease)
+        else:
+            lease.release()
+
+    for lease in leases:
+        if mark is None:
+            ended(lease, None)
+        else:
+            mark.then(partial(ended, lease))
 
 
 def device_of(pool: PagePool, stream: Any) -> int:

@@ -12,7 +12,8 @@ import pytest
 
 from hurray_rdma import CacheSpec, PagePool, Snapshot
 
-SPEC = CacheSpec(num_layers=2, num_heads=2, head_dim=64, page_size=16, dtype="bfloat16")
+SPEC = CacheSpec(num_layers=2, num_heads=16, head_dim=128, page_size=16, dtype="bfloat16")
+"""Pages of 64 KiB, which UCX gives to the lanes of GPUs; smaller ones it may move otherwise."""
 
 
 def cupy_or_skip() -> Any:

@@ -390,6 +390,68 @@ def test_a_stream_goes_on_when_the_arrival_fails_or_takes_too_long(
     run(job())
 
 
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_pages_go_back_when_what_was_queued_on_the_stream_has_run(
+    driver: RecordedDriver, source: PagePool, dest: PagePool, way: str
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source, listen="127.0.0.1:0") as sender,
+            sender.connect(receiver.address) as peer,
+            receiver.connect(sender.address) as publisher,
+        ):
+            snapshot = snapshot_of(source, [3, 1])
+            sender.publish("there", snapshot)
+
+            async def come() -> Any:
+                if way == "pull":
+                    return await publisher.fetch("there")
+                await peer.send(snapshot)
+                return await first(receiver)
+
+            held = await come()
+            num_free = dest.allocator.accounts().free
+            with pytest.raises(ConfigError, match="must be a CUDA stream"):
+                held.release(stream="stream")
+            held.release(stream=Stream())
+            held.release()  # harmless
+            await recorded(driver)
+            assert dest.allocator.accounts().free == num_free
+            driver.passed_after = 0
+            await settled(dest, 8, 0, 0)
+            held = await come()
+            driver.fails = True
+            held.release(stream=Stream())
+            await settled(dest, num_free, 0, 8 - num_free)
+            (lease,) = dest.allocator.quarantined()
+            assert "kernels may still use them" in str(lease.reason)
+
+    run(job())
+
+
+def test_pages_of_an_arrival_that_is_given_up_wait_for_the_stream_as_well(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    async def job() -> None:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            transfer = await peer.begin(snapshot_of(source, [3, 1])).__aenter__()
+            arrival = await first(receiver)
+            num_free = dest.allocator.accounts().free
+            arrival.release(stream=Stream())
+            await transfer.abort()
+            await until(lambda: arrival.state.name == "RELEASED")
+            assert dest.allocator.accounts().free == num_free
+            driver.passed_after = 0
+            await settled(dest, 8, 0, 0)
+
+    run(job())
+
+
 class FullQueue:
     """Takes nothing until there is room, as CUDA does it: the caller blocks."""
 

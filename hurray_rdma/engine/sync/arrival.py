@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from hurray_rdma.cache import Snapshot
@@ -62,10 +63,11 @@ class Arrival:
         """`settled` that returns at once; the future is as of `Peer.send_async`."""
         return self._thread.submit(self._arrival.settled())
 
-    def release(self) -> None:
+    def release(self, *, stream: Any = None) -> None:
         """As of `hurray_rdma.Arrival.release`; also when the engine is closed, and in callbacks of its futures."""
-        if self._thread.is_current or not self._thread.end(on_loop(self._arrival.release)):
-            self._arrival.release()
+        release = partial(self._arrival.release, stream=stream)
+        if self._thread.is_current or not self._thread.end(on_loop(release)):
+            release()
 
     def abort(self, reason: str = "the receiver does not want it any more") -> None:
         """As of `hurray_rdma.Arrival.abort`."""
