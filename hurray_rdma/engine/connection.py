@@ -163,12 +163,12 @@ class Connection:
                 ) from None
             self._raise_if_lost()
             self._opened = True
-            if self._pools.useless is not None and not self._pools:
-                raise self._pools.useless
             self._pools.use(self._endpoint)
             await self.open_pools(deadline)
             same_host = self._peer_info().host_id == given.context.memory_domain
             self._pools.warn_if_slow(same_host=same_host)
+            if self._pools.useless is not None and not self._pools:
+                raise self._pools.useless
         except BaseException:
             await self.close()
             raise
@@ -199,17 +199,16 @@ class Connection:
         Raises:
             DeadlineExceededError: CUDA takes too long.
         """
-        if not self._pools.on_devices or self._endpoint is None:
-            return
-        if self._opening_pools is None or self._opening_pools.done():
-            self._opening_pools = asyncio.create_task(self._pools.open_on_devices())
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await asyncio.shield(self._opening_pools)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"CUDA did not map the pools of {self.address} in time", field="deadline", value=deadline
-            ) from None
+        while self._pools.on_devices and self._endpoint is not None and self._closing is None:
+            if self._opening_pools is None or self._opening_pools.done():
+                self._opening_pools = asyncio.create_task(self._pools.open_on_devices())
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await asyncio.shield(self._opening_pools)
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"CUDA did not map the pools of {self.address} in time", field="deadline", value=deadline
+                ) from None
 
     async def close(self) -> None:
         """Ends the transfers under way and both channels. Idempotent; goes on when the caller is cancelled."""
@@ -278,7 +277,24 @@ class Connection:
             PeerLostError: the session has ended, or there is none.
         """
         self._require_pools()
-        return self._pools.all()[0]
+        first = self._pools.first()
+        if first is None:
+            assert self._pools.useless is not None
+            raise self._pools.useless
+        return first
+
+    def first_reach(self) -> tuple[str, str]:
+        """Lane and path of `first_pool`, which is not opened for it where the loop must not.
+
+        Raises:
+            PeerLostError: as of it.
+        """
+        self._require_pools()
+        reach = self._pools.first_reach()
+        if reach is None:
+            assert self._pools.useless is not None
+            raise self._pools.useless
+        return reach
 
     # As a route of transfers.
 

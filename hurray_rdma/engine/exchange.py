@@ -102,6 +102,9 @@ class Route(Protocol):
     def pool_for(self, spec: CacheSpec, name: str | None, *, device: str) -> RemotePool:
         """The peer's pool that is to take pages of ``spec`` from a device."""
 
+    async def open_pools(self, deadline: float) -> None:
+        """Opens those on GPUs, which the others would do on the loop."""
+
     def pool_by_id(self, pool_id: int) -> RemotePool | None:
         """The peer's pool of that number."""
 

@@ -23,6 +23,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.compat import check_published, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
+from hurray_rdma.engine.marks import give_back, mark_soon
 from hurray_rdma.engine.nudge import Nudge
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
@@ -50,10 +51,19 @@ class FetchedSnapshot(Snapshot):
         """Facts of the transfer."""
         self._leases = leases
 
-    def release(self) -> None:
-        """Gives the pages back. Harmless when repeated."""
-        for lease in self._leases:
-            lease.release()
+    def release(self, *, stream: Any = None) -> None:
+        """Gives the pages back. Harmless when repeated.
+
+        Args:
+            stream: as of `Arrival.release`: of the last work that uses the pages, where it has not run yet.
+
+        Raises:
+            ConfigError: as of it.
+        """
+        if self._leases:
+            mark = mark_soon(self.pool, stream)
+            leases, self._leases = self._leases, []
+            give_back(leases, mark)
 
     def __enter__(self) -> FetchedSnapshot:
         return self
@@ -133,6 +143,7 @@ class Fetching(Exchange[Published]):
             raise
 
     async def _read(self, transfer_id: int, published: Published) -> FetchedSnapshot:
+        await self._route.open_pools(self._deadline)  # the pool may have been announced anew meanwhile
         remote = self._route.pool_by_id(published.pool_id)
         if remote is None or remote.pool.generation != published.generation:
             raise StaleGenerationError(f"pool {published.pool_id} of the peer was registered anew meanwhile")

@@ -85,8 +85,11 @@ class Peer:
 
     async def _connected(self, deadline: float) -> Connection:
         """The connection; a new one if the last was lost."""
-        if self._connection is not None and not self._connection.lost:
-            return self._connection
+        connection = self._connection
+        if connection is not None and not connection.lost:
+            await connection.open_pools(deadline)
+            if not connection.lost:
+                return connection
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._reconnecting.acquire()
@@ -367,12 +370,12 @@ class Peer:
     @property
     def lane(self) -> str:
         """What carries pages: a UCX transport, ``sysv``, ``cma``, ``tcp (emulated)``; or the ``control channel``."""
-        return self._open_connection().first_pool().lane
+        return self._open_connection().first_reach()[0]
 
     @property
     def path(self) -> str:
         """``mapped`` (stores into the peer's memory), ``put`` (``ucp_put_nbx``) or ``frames`` (TENSOR_DATA)."""
-        return self._open_connection().first_pool().path
+        return self._open_connection().first_reach()[1]
 
     def _open_connection(self) -> Connection:
         if self._connection is None or self._closing is not None:

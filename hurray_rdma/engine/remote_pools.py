@@ -11,7 +11,7 @@ from hurray_rdma.engine.compat import announced_layout, same_kind, same_tensors
 from hurray_rdma.engine.exchange import RemotePool
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import GeometryError, HurrayError, TransportError
+from hurray_rdma.errors import GeometryError, HurrayError, ProtocolError, TransportError
 from hurray_rdma.transport import Endpoint, Path, RemoteMemory, RemoteRegion
 
 __all__ = ["RemotePools"]
@@ -61,8 +61,17 @@ class RemotePools:
         try:
             self._announced[pool.pool_id] = pool, announced_layout(pool)
         except HurrayError as error:
-            self.useless = error
-            self._log.warning("its pool %r cannot be used: %s", pool.name, error)
+            self._warn_of(pool, error)
+
+    def _warn_of(self, pool: Pool, error: HurrayError) -> None:
+        self.useless = error
+        self._log.warning("its pool %r cannot be used: %s", pool.name, error)
+
+    def _drop(self, pool: Pool, error: ProtocolError) -> None:
+        """A key of it is damaged; the others are not."""
+        if self._announced.get(pool.pool_id, (None,))[0] is pool:
+            del self._announced[pool.pool_id]
+            self._warn_of(pool, error)
 
     @property
     def on_devices(self) -> bool:
@@ -78,7 +87,11 @@ class RemotePools:
             for pool_id, (pool, layout) in list(self._announced.items()):
                 if pool.device == "cpu" or pool_id in self._open:
                     continue
-                remote = await apart(partial(self._opened, pool, layout))
+                try:
+                    remote = await apart(partial(self._opened, pool, layout))
+                except ProtocolError as error:
+                    self._drop(pool, error)
+                    continue
                 if self._announced.get(pool_id, (None,))[0] is pool and pool_id not in self._open:
                     self._open[pool_id] = remote
                 else:
@@ -101,8 +114,28 @@ class RemotePools:
         if pool_id not in self._announced:
             return None
         if pool_id not in self._open:
-            self._open[pool_id] = self._opened(*self._announced[pool_id])
+            pool, layout = self._announced[pool_id]
+            try:
+                self._open[pool_id] = self._opened(pool, layout)
+            except ProtocolError as error:
+                self._drop(pool, error)
+                return None
         return self._open[pool_id]
+
+    def first(self) -> RemotePool | None:
+        """The one of the lowest number that can be used."""
+        remotes = (self.by_id(pool_id) for pool_id in sorted(self._announced))
+        return next((remote for remote in remotes if remote is not None), None)
+
+    def first_reach(self) -> tuple[str, str] | None:
+        """Lane and path of `first`, as of `RemotePool`; one on a GPU is not opened for it."""
+        for pool_id in sorted(self._announced):
+            device = self._announced[pool_id][0].device
+            if device != "cpu" and pool_id not in self._open and self._endpoint is not None:
+                return self._endpoint.lanes.name_between("cpu", device), Path.PUT.value
+            if (remote := self.by_id(pool_id)) is not None:
+                return remote.lane, remote.path
+        return None
 
     def all(self) -> list[RemotePool]:
         """In the order of their numbers."""
@@ -116,6 +149,8 @@ class RemotePools:
             GeometryError: none has that name, or those layers and roles.
         """
         pools = self.all()
+        if not pools and self.useless is not None:
+            raise self.useless
         if name is not None:
             for remote in pools:
                 if (remote.pool.name or "default") == (name or "default"):
@@ -176,6 +211,9 @@ class RemotePools:
             self._log.warning("pages travel on the control channel, which is slow: %s", error)
 
     def _opened(self, pool: Pool, layout: PoolLayout) -> RemotePool:
+        """Raises:
+        ProtocolError: a key is damaged; nothing of the pool stays open.
+        """
         memories: list[RemoteMemory] = []
         if self._endpoint is not None:
             try:
@@ -184,10 +222,12 @@ class RemotePools:
                         remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey, device=pool.device
                     )
                     memories.append(self._endpoint.open_region(remote))
-            except TransportError as error:
+            except HurrayError as error:
                 for memory in memories:
                     memory.close()
                 memories.clear()
+                if not isinstance(error, TransportError):
+                    raise
                 if not self._endpoint.closed:
                     self.fall_back(error)
         return RemotePool(pool, layout, tuple(memories))

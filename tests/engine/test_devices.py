@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from hurray_rdma.engine.compat import announcement
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.remote_pools import RemotePools
 from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import ProtocolError
 from hurray_rdma.format import DeviceTag, Dialect, encode_many
 from hurray_rdma.transport import Path
 from tests.engine.hands import Hand, shaken
@@ -126,6 +128,32 @@ def test_pages_go_to_another_kind_of_device_only_where_its_pool_is_named(pool: P
         named = name or "default"
         assert f"pool={named!r}" in str(caught.value)
         assert remotes.pool_for(SPEC, named, device=here).pool.device == there
+
+
+def test_a_pool_with_a_damaged_key_costs_none_of_the_others(pool: PagePool, caplog: pytest.LogCaptureFixture) -> None:
+    context = pool.regions[0].context
+    worker = context.open_worker()
+    endpoint = worker.connect(worker.address, timeout_s=10)
+    good, damaged = announced(pool, 1, "good", "cpu"), announced(pool, 0, "damaged", "cpu")
+    (*whole, last) = damaged.regions
+    damaged = replace(damaged, regions=(*whole, replace(last, rkey=last.rkey[:-1])))
+    remotes = told_of(damaged, good)
+    remotes.use(endpoint)
+    with caplog.at_level(logging.WARNING):
+        assert remotes.pool_for(SPEC, None, device="cpu").pool.name == "good"
+    assert ["'damaged' cannot be used" in record.message for record in caplog.records] == [True]
+    assert remotes.names == ("good",)
+    assert len(endpoint._remote_memories) == len(good.regions), "none of the other is left open"
+    remotes.remove(1)
+    remotes.hear(damaged)
+    with pytest.raises(ProtocolError, match="rkey"):
+        remotes.pool_for(SPEC, None, device="cpu")
+    remotes.hear(replace(damaged, device="cuda:0"))
+    asyncio.run(remotes.open_on_devices())
+    assert not remotes
+    assert not endpoint._remote_memories
+    assert endpoint.close()
+    worker.close()
 
 
 def test_a_fetch_takes_pages_of_another_kind_of_device_only_into_a_pool_that_is_named(pool: PagePool) -> None:

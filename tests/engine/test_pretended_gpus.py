@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hurray_rdma import Arrival, DeviceUnavailableError, Engine, PagePool, Snapshot
+from hurray_rdma.cache import snapshot_keys
 from hurray_rdma.transport import Context, Endpoint, Region, RemoteMemory
 from tests.engine.pretended import bits, gpu_pool, pretended
-from tests.hazards.scenes import SPEC, make_pool, run
+from tests.hazards.scenes import SPEC, eventually, make_pool, run
 from tests.transport.recorded import RecordedDriver
 
 TABLE, NUM_TOKENS = [5, 1, 6], 10
@@ -194,6 +196,30 @@ def test_nothing_that_cuda_may_be_slow_to_do_is_done_on_the_loop(
             await receiver.reregister()  # its pools are announced anew
             await peer.send(snapshot_of(source), zero_tails=True)
             (await first(receiver)).release()
+
+            @contextlib.asynccontextmanager
+            async def anew() -> AsyncIterator[None]:
+                await receiver.reregister()
+                await eventually(lambda: peer._connection._pools.on_devices)  # type: ignore[union-attr]
+                opened = seen["region opened"]
+                opened.clear()
+                assert peer.path == "put"
+                assert peer.lane.endswith("(staged)"), "as far as the connection tells"
+                assert not opened, "to be asked opens nothing"
+                yield
+                assert opened
+                assert threading.get_ident() not in opened
+
+            snapshot = snapshot_of(source)
+            async with anew(), peer.begin(snapshot) as transfer:
+                await transfer.send_rest()
+            (await first(receiver)).release()
+            async with anew():
+                await peer.send(snapshot, page_keys=snapshot_keys(snapshot, [range(NUM_TOKENS)]))
+            (await first(receiver)).release()
+            receiver.publish("there", snapshot_of(dest))
+            async with anew():
+                (await peer.fetch("there")).release()
         loop = threading.get_ident()
         assert {what for what, threads in seen.items() if loop in threads} == set()
         assert all(seen.values())
