@@ -200,11 +200,10 @@ class Arrival:
             rule = f"must be None: kernels that are queued on cuda:{index} already may miss what peers write later"
             raise ConfigError(rule, field="stream", value=stream, fix="Wait without a stream, and launch after that")
         gates = context.gates
-        if gates.exhausted:
+        while (gate := gates.make()) is None:
             await apart(partial(gates.reserve, index=index))
             if layer in self._settled:
                 return
-        gate = gates.make(index=index)
         self._gates.setdefault(layer, {})[gate] = asyncio.get_running_loop().call_later(
             timeout_s, self._open, layer, gate
         )

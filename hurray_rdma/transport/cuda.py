@@ -32,6 +32,8 @@ _FLUSH_CURRENT_CONTEXT = 0
 _WAIT_GEQ = 0
 _WAIT_FLUSH = 1 << 30
 _CAPTURE_THREAD_LOCAL = 1
+_LAST_DEFAULT_STREAM = 2
+"""CU_STREAM_PER_THREAD; below it are CU_STREAM_LEGACY and NULL."""
 
 
 class MemoryType(IntEnum):
@@ -116,6 +118,10 @@ class Driver(Protocol):
 
     def record(self, stream: int) -> int:
         """A new event after what is on the stream of the current context now."""
+
+    def device_of(self, stream: int) -> int | None:
+        """The device that a stream is on; None of the default streams, which are the current context's, and where CUDA
+        does not tell."""
 
     def captures(self, stream: int) -> bool:
         """Whether a stream of the current context records a graph, and runs nothing."""
@@ -340,6 +346,22 @@ class CudaDriver:
             self.destroy(event.value or 0)
             raise
         return event.value or 0
+
+    def device_of(self, stream: int) -> int | None:
+        if stream <= _LAST_DEFAULT_STREAM:
+            return None
+        context, device = c_void_p(), c_int()
+        self._call("cuStreamGetCtx", c_void_p(stream), ctypes.byref(context))
+        for index, known in list(self._contexts.items()):
+            if known.value == context.value:
+                return index
+        if self._result("cuCtxPushCurrent_v2", context) != 0:
+            return None  # a green context that is current on another thread
+        try:
+            self._call("cuCtxGetDevice", ctypes.byref(device))
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
+        return device.value
 
     def captures(self, stream: int) -> bool:
         status = c_int()

@@ -81,7 +81,9 @@ def stream_device(stream: Any, *, expected: int | None = None) -> int:
     )
 
 
-def _check_runs(driver: Driver, stream: int) -> None:
+def _check_runs(driver: Driver, stream: int, index: int) -> None:
+    if (found := driver.device_of(stream)) not in (None, index):  # a bare handle does not tell
+        raise ConfigError(f"is on cuda:{found}, its pool on cuda:{index}", field="stream", value=stream)
     if driver.captures(stream):
         rule = "captures a graph, which would do each time it is launched what is meant once"
         raise ConfigError(rule, field="stream", value=stream, fix="Queue it before the capture, or after it")
@@ -106,7 +108,7 @@ class StreamWatch:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._changed = threading.Condition()
-        self._watched: list[_Watched] = []
+        self._watched: dict[_Watched, None] = {}
         self._thread: threading.Thread | None = None
 
     def mark(self, stream: Any, *, index: int, told: Passed) -> None:
@@ -123,14 +125,14 @@ class StreamWatch:
         """
         handle = stream_handle(stream)
         with self._driver.current(index):
-            _check_runs(self._driver, handle)
+            _check_runs(self._driver, handle, index)
             event = self._driver.record(handle)
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="hurray-streams", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._watched.append(_Watched(event, index, told))
+            self._watched[_Watched(event, index, told)] = None
             self._changed.notify()
 
     def _run(self) -> None:
@@ -138,7 +140,7 @@ class StreamWatch:
             self._watch()
         except BaseException as error:
             with self._changed:
-                lost, self._watched, self._thread = self._watched, [], None
+                lost, self._watched, self._thread = self._watched, {}, None
             for each in lost:
                 each.told(TransportError(f"streams are watched no more: {error}"))
             if not isinstance(error, HurrayError):
@@ -152,10 +154,9 @@ class StreamWatch:
                     self._thread = None
                     return
                 watched = list(self._watched)
-            ended = {each for each in watched if self._look(each)}
+            num_ended = sum([self._look(each) for each in watched])
             with self._changed:
-                self._watched = [each for each in self._watched if each not in ended]
-                pause_s = _FIRST_LOOK_S if ended else min(2 * pause_s, _LONGEST_LOOK_S)
+                pause_s = _FIRST_LOOK_S if num_ended else min(2 * pause_s, _LONGEST_LOOK_S)
                 if self._watched:
                     self._changed.wait(pause_s)
 
@@ -169,6 +170,8 @@ class StreamWatch:
                 self._driver.destroy(watched.event)
         except HurrayError as failed:  # the kernels did; the event goes with the context
             error = failed
+        with self._changed:
+            del self._watched[watched]  # first: whatever is raised, nobody is told twice
         watched.told(error)
         return True
 
@@ -223,32 +226,19 @@ class Gates:
         self._free: list[tuple[int, int]] = []
         self._flushed: dict[int, bool] = {}
 
-    def make(self, *, index: int) -> Gate:
-        """A closed gate.
+    def make(self) -> Gate | None:
+        """A closed gate; None if that takes new words (`reserve`)."""
+        with self._lock:
+            if not self._free:
+                return None
+            place, value = self._free.pop()
+        return Gate(self, place, (value + 1) % _WRAP)
+
+    def reserve(self, *, index: int) -> None:
+        """Words for more gates; CUDA may be slow to make them.
 
         Args:
             index: of a device, for its context.
-
-        Raises:
-            TransportError: no memory.
-        """
-        while True:
-            with self._lock:
-                if self._free:
-                    place, value = self._free.pop()
-                    return Gate(self, place, (value + 1) % _WRAP)
-            self.reserve(index=index)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the next gate takes new words, which CUDA may be slow to make."""
-        return not self._free
-
-    def reserve(self, *, index: int) -> None:
-        """Words for more gates.
-
-        Args:
-            index: as of `make`.
 
         Raises:
             TransportError: no memory.
@@ -264,7 +254,7 @@ class Gates:
         """For `Gate`."""
         words = self._words[place // _WORDS_AT_A_TIME]
         with self._driver.current(index):
-            _check_runs(self._driver, stream)
+            _check_runs(self._driver, stream, index)
             address, flush = words.device_address + 4 * (place % _WORDS_AT_A_TIME), self._flushes(index)
             self._driver.wait_word(stream, address, value, flush=flush)
 

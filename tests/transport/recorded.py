@@ -37,6 +37,8 @@ class RecordedDriver:
     """Waits after which remote writes are visible to the stream."""
     capturing: set[int] = field(default_factory=set)
     """Streams that record a graph."""
+    devices: dict[int, int] = field(default_factory=dict)
+    """Of streams; others do not tell."""
 
     @property
     def context(self) -> list[int]:
@@ -69,6 +71,9 @@ class RecordedDriver:
     def record(self, stream: int) -> int:
         self.calls.append(("record", stream, self.context[-1]))
         return 100 + len(self.calls)
+
+    def device_of(self, stream: int) -> int | None:
+        return self.devices.get(stream)
 
     def captures(self, stream: int) -> bool:
         return stream in self.capturing

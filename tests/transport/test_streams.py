@@ -11,7 +11,7 @@ import pytest
 from hurray_rdma.errors import ConfigError, HurrayError, TransportError
 from hurray_rdma.transport import streams
 from hurray_rdma.transport.cuda import Trait
-from hurray_rdma.transport.streams import Gates, StreamWatch, stream_device, stream_handle
+from hurray_rdma.transport.streams import Gate, Gates, StreamWatch, stream_device, stream_handle
 from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
 
 
@@ -108,9 +108,15 @@ def test_the_thread_ends_with_the_last_event_and_starts_again() -> None:
                 assert not thread.is_alive()
 
 
+def made(gates: Gates, *, index: int) -> Gate:
+    while (gate := gates.make()) is None:
+        gates.reserve(index=index)
+    return gate
+
+
 def test_a_gate_lets_streams_wait_for_a_word_until_it_is_opened() -> None:
     driver = RecordedDriver()
-    gate = Gates(driver).make(index=2)
+    gate = made(Gates(driver), index=2)
     gate.wait(7, index=2)
     (call,) = driver.calls
     kind, stream, address, value, context = call
@@ -130,7 +136,7 @@ def test_a_stream_that_waits_flushes_where_its_gpu_can_and_has_to(ordering: int,
     driver = RecordedDriver(traits={Trait.WRITES_ORDERING: ordering, Trait.STREAMS_FLUSH: can})
     gates = Gates(driver)
     for _ in range(2):
-        gates.make(index=1).wait(7, index=1)
+        made(gates, index=1).wait(7, index=1)
     assert len(driver.calls) == 2
     assert driver.flushed_waits == flushes
 
@@ -140,13 +146,13 @@ def test_words_are_used_again_with_the_next_value() -> None:
     gates = Gates(driver)
     values: list[dict[object, object]] = []
     for _ in range(3):
-        made = [gates.make(index=0) for _ in range(count)]
-        for gate in made:
+        closed = [made(gates, index=0) for _ in range(count)]
+        for gate in closed:
             gate.wait(1, index=0)
         waits = driver.calls[-count:]
         assert len({call[2] for call in waits}) == count, "no two closed gates share a word"
         values.append({call[2]: call[3] for call in waits})
-        for gate in made:
+        for gate in closed:
             gate.open()
     assert len(driver.words) == 2
     assert set(values[0].values()) == {1}
@@ -157,10 +163,10 @@ def test_words_are_used_again_with_the_next_value() -> None:
 def test_a_word_that_was_used_four_billion_times_begins_anew() -> None:
     driver = RecordedDriver()
     gates = Gates(driver)
-    gates.make(index=0).open()
+    made(gates, index=0).open()
     place, _ = gates._free.pop()
     gates._free.append((place, 2**32 - 1))
-    gate = gates.make(index=0)
+    gate = made(gates, index=0)
     gate.wait(1, index=0)
     assert driver.calls[-1][3] == 0
     gate.open()
@@ -183,11 +189,11 @@ class FullQueue(RecordedDriver):
 def test_gates_are_made_and_opened_while_cuda_blocks_on_a_full_stream() -> None:
     driver = FullQueue()
     gates = Gates(driver)
-    gate = gates.make(index=0)
+    gate = made(gates, index=0)
     waiting = threading.Thread(target=gate.wait, args=(1,), kwargs={"index": 0})
     waiting.start()
     assert driver.blocks.wait(10)
-    gates.make(index=0).open()
+    made(gates, index=0).open()
     gate.open()
     assert sum(driver.words[0].host) == 2, "both are open"
     driver.room.set()
@@ -199,10 +205,41 @@ def test_a_stream_that_captures_a_graph_is_refused() -> None:
     driver = RecordedDriver(capturing={9})
     with pytest.raises(ConfigError, match="captures a graph"):
         StreamWatch(driver).mark(9, index=0, told=lambda _: None)
-    gate = Gates(driver).make(index=0)
+    gate = made(Gates(driver), index=0)
     with pytest.raises(ConfigError, match="captures a graph"):
         gate.wait(9, index=0)
     assert driver.calls == []
+
+
+def test_a_handle_of_a_stream_on_another_gpu_is_refused() -> None:
+    driver = RecordedDriver(devices={9: 1})
+    with pytest.raises(ConfigError, match="is on cuda:1, its pool on cuda:0"):
+        StreamWatch(driver).mark(9, index=0, told=lambda _: None)
+    with pytest.raises(ConfigError, match="is on cuda:1, its pool on cuda:0"):
+        made(Gates(driver), index=0).wait(9, index=0)
+    assert driver.calls == []
+    made(Gates(driver), index=1).wait(9, index=1)
+
+
+def test_nobody_is_told_twice_when_a_watch_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = queue.SimpleQueue[tuple[str, HurrayError | None]]()
+
+    def raises(error: HurrayError | None) -> None:
+        told.put(("first", error))
+        raise OSError("what nobody has thought of")
+
+    driver = RecordedDriver(passed_after=1 << 60)
+    watch, raised = StreamWatch(driver), queue.SimpleQueue[object]()
+    monkeypatch.setattr(threading, "excepthook", raised.put)
+    watch.mark(1, index=0, told=raises)
+    watch.mark(3, index=0, told=lambda error: told.put(("second", error)))
+    driver.passed_after = 0
+    raised.get(timeout=10)
+    heard = dict(told.get(timeout=10) for _ in range(2))
+    assert set(heard) == {"first", "second"}
+    assert heard["first"] is None
+    assert heard["second"] is None or "watched no more" in str(heard["second"])
+    assert told.empty()
 
 
 def test_a_watch_that_cannot_go_on_says_so_and_the_next_mark_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
