@@ -23,7 +23,7 @@ from hurray_rdma.cache.arrays import (
     segment_of,
 )
 from hurray_rdma.cache.gate import MemoryGate
-from hurray_rdma.cache.layout import Part, PoolLayout, Segment, parts_of
+from hurray_rdma.cache.layout import Part, PoolLayout, Segment, page_nbytes_of, parts_of
 from hurray_rdma.cache.resident import ResidentIndex
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import ConfigError, GeometryError, RegistrationError
@@ -169,6 +169,13 @@ class PagePool:
             segment_of(spec, part, view.strides_nbytes, region_index=index, offset_nbytes=offset)
             for part, view, (index, offset) in zip(parts, views, places, strict=True)
         )
+        if (device := regions[0].device_index) is not None:
+            try:
+                regions[0].context.zeros_on(device, max(page_nbytes_of(spec, part) for part in parts_of(spec)))
+            except BaseException:
+                for region in regions:
+                    region.close()
+                raise
         layout = PoolLayout(spec=spec, num_pages=views[0].shape[0], segments=segments)
         return cls(layout, regions=regions, views=tuple(view.array for view in views), external=external)
 

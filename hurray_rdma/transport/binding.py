@@ -2,7 +2,9 @@
 
 Another binding could take its place: the rest of the room sees raw handles (``ucp_context_h`` and ``ucp_worker_h`` as
 integers) and the native module ``_ucx``. Importing this module loads UCX, once, from the libucx wheel;
-it leaves ``os.environ`` as it was (ucxx sets defaults for message protocols there, none of which RMA uses).
+it leaves ``os.environ`` as it was: of what ucxx sets there, contexts see nothing. ``UCX_MEMTYPE_CACHE=n`` is among
+that, so that UCX's cache of what kind of memory an address is, which registration asks, is on unless the user turns it
+off.
 """
 
 from __future__ import annotations

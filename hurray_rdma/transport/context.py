@@ -207,7 +207,8 @@ class Context:
     def zeros_on(self, index: int, nbytes: int) -> Region:
         """Memory of a device that is all zeros, at least so many bytes: the same for all, and to be read only.
 
-        Never given back, since that would wait for all that is on the device. May block: not for the event loop.
+        Never given back, since that would wait for all that is on the device. May block: not for the event loop. Pools
+        ask for a page of it when they are made, so that nothing is registered while pages move.
 
         Raises:
             TransportError: CUDA refuses.
@@ -361,7 +362,10 @@ class Context:
         memory.close()
         if seen == native.HOST:
             why = "the host's: it would copy pages through the host, or read them there and crash"
-            fix = "Check that UCX has CUDA's transports (`ucx_info -d | grep cuda`) and UCX_TLS allows them"
+            fix = (
+                "Check that UCX has CUDA's transports (`ucx_info -d | grep cuda`) and UCX_TLS allows them; if the "
+                "memory was allocated before UCX was loaded, or where it does not see that, set UCX_MEMTYPE_CACHE=n"
+            )
         else:
             why = f"type {seen}, which it takes stream-ordered pools for: it would use none of the device's lanes"
             fix = "Allocate the arrays with cudaMalloc, not cudaMallocAsync, or use PagePool.allocate"

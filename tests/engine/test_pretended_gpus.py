@@ -92,9 +92,9 @@ def test_pages_and_zeros_go_from_gpu_to_gpu_by_puts(driver: RecordedDriver, sour
                 arrival.release()
             assert lane == "cma", "known by the second offer"
             assert not sender._peers.pop()._connection._zeros  # type: ignore[union-attr]
-        (zeros,) = [call for call in driver.calls if call[0] == "zeros"]
-        assert zeros == ("zeros", 1 << 20, 0), "once, on the GPU that sends"
-        assert not any(driver.zeros[0])
+        zeros = [call for call in driver.calls if call[0] == "zeros"]
+        assert zeros == [("zeros", 1 << 20, 0), ("zeros", 1 << 20, 1)], "once on each GPU, with its first pool"
+        assert not any(map(any, driver.zeros))
         assert driver.context == []
 
     run(job())
@@ -258,4 +258,4 @@ def test_pools_on_several_gpus_are_used_each_in_its_own_context(
 
     run(job())
     assert set(current) == {("pages", 0), ("zeros", 0), ("pages", 3), ("zeros", 3)}
-    assert [call for call in driver.calls if call[0] == "zeros"] == [("zeros", 1 << 20, 0), ("zeros", 1 << 20, 3)]
+    assert [call for call in driver.calls if call[0] == "zeros"] == [("zeros", 1 << 20, gpu) for gpu in (0, 1, 3)]
