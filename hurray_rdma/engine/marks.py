@@ -14,7 +14,7 @@ from typing import Any
 
 from hurray_rdma.cache import Lease, PagePool
 from hurray_rdma.engine.apart import apart, start_apart
-from hurray_rdma.errors import DeadlineExceededError, HurrayError
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, TransportError
 from hurray_rdma.transport import stream_device, stream_handle
 
 __all__ = ["Mark", "device_of", "give_back", "mark_of", "mark_soon", "marked"]
@@ -54,6 +54,9 @@ class Mark:
             self.record()
         except HurrayError as error:
             self._told(error)
+        except BaseException as error:
+            self._told(TransportError(f"the stream cannot be watched: {error}"))
+            raise
 
     def has_passed(self) -> bool:
         """Whether the work has run.

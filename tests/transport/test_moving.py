@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import mmap
 import signal
 import time
 from dataclasses import replace
@@ -21,8 +23,9 @@ from hurray_rdma.errors import (
     TransportError,
 )
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import Context, Endpoint, Path, RemoteMemory, StopFlag
+from hurray_rdma.transport import Context, Endpoint, Path, RemoteMemory, StopFlag, mappings
 from hurray_rdma.transport.lanes import LaneReport
+from hurray_rdma.transport.mappings import is_writable_memory
 
 PAGE = 8192
 NUM_PAGES = 512
@@ -235,6 +238,44 @@ def test_memory_of_a_device_is_never_reached_by_this_process_s_own_loads_and_sto
         endpoint.close()
         worker.close()
         child.send("end")
+
+
+def test_memory_that_this_process_cannot_store_to_is_reached_by_puts_whatever_the_peer_says_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Child(target, {}, True) as child:
+        address, remote = child.receive()
+        worker = Context().open_worker()
+        endpoint = worker.connect(address, timeout_s=10)
+        asked: list[int] = []
+        monkeypatch.setattr(
+            "hurray_rdma.transport.remote.is_writable_memory", lambda start, end: asked.append(end - start)
+        )
+        memory = endpoint.open_region(remote)
+        assert asked == [remote.nbytes]
+        assert memory.path is Path.PUT
+        assert memory.lane not in {"sysv", "posix"}
+        endpoint.close()
+        worker.close()
+        child.send("end")
+
+
+def test_writable_memory_is_the_host_s_and_has_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mmap.mmap(-1, 3 * mmap.PAGESIZE) as whole:
+        start = np.frombuffer(whole, np.uint8).ctypes.data
+        assert is_writable_memory(start, start + len(whole))
+        with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ) as read_only:
+            start = np.frombuffer(read_only, np.uint8).ctypes.data
+            assert not is_writable_memory(start, start + 1)
+    lines: list[str] = []
+    monkeypatch.setattr(mappings, "open", lambda *_, **__: io.StringIO("".join(lines)), raising=False)
+    lines[:] = ["1000-2000 rw-s 00000000 00:01 7 /dev/shm/ucx\n", "2000-3000 rw-p 00000000 00:00 0\n"]
+    assert is_writable_memory(0x1800, 0x3000)
+    assert not is_writable_memory(0x1800, 0x3001), "nothing is there"
+    assert not is_writable_memory(0x800, 0x1800)
+    lines[1] = "2000-3000 rw-s 00000000 00:06 528 /dev/nvidiactl\n"
+    assert is_writable_memory(0x1800, 0x2000)
+    assert not is_writable_memory(0x1800, 0x2001), "a GPU's"
 
 
 @pytest.mark.parametrize(
