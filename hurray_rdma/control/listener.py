@@ -50,6 +50,8 @@ class Listener:
         self._ssl_context = ssl_context
         self._max_unauthenticated = max_unauthenticated
         self._unauthenticated: dict[asyncio.Transport, asyncio.Task[None]] = {}
+        self._entering: dict[asyncio.Transport, asyncio.Task[None]] = {}
+        """Connections that have shown their token, and wait for what the session needs to be open."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._admissions: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -63,7 +65,7 @@ class Listener:
 
     @property
     def num_unauthenticated(self) -> int:
-        """Connections whose session is not open yet."""
+        """Connections that have not shown yet that they may stay."""
         return len(self._unauthenticated)
 
     async def _listen(self, address: Address, hosts: list[str]) -> None:
@@ -74,7 +76,7 @@ class Listener:
         """Stop accepting, and cut connections that are not open yet; open channels stay. Idempotent."""
         if self._server is not None:
             self._server.close()
-        waiting = dict(self._unauthenticated)
+        waiting = self._unauthenticated | self._entering
         for transport in waiting:
             transport.abort()
         if ending := {*waiting.values(), *self._admissions}:
@@ -100,6 +102,7 @@ class Listener:
                 await channel.wait_closed()
         finally:
             self._unauthenticated.pop(transport, None)
+            self._entering.pop(transport, None)
 
     async def _hand_over(self, transport: asyncio.Transport, channel: Channel) -> bool:
         """Let the channel speak, through TLS if that is asked for. False: that failed."""
@@ -130,11 +133,14 @@ class Listener:
         def hear(event: Event) -> None:
             nonlocal handler
             if isinstance(event, Introduced):
+                # It has shown its token: strangers must not push it out while a worker is made for it.
+                self._entering[transport] = self._unauthenticated.pop(transport)
                 admission = asyncio.get_running_loop().create_task(self._admit(session, channel, event.host_id))
                 self._admissions.add(admission)
                 admission.add_done_callback(self._admissions.discard)
             elif isinstance(event, SessionOpened):
                 self._unauthenticated.pop(transport, None)
+                self._entering.pop(transport, None)
                 handler = self._on_session(channel)
             if handler is not None:
                 handler(event)

@@ -40,6 +40,7 @@ from hurray_rdma.format import (
     check_transferable,
     counts_of,
     decode,
+    descriptor_length,
     iter_descriptors,
     mark_bytes,
     with_counts,
@@ -260,6 +261,8 @@ def _looked_at(
 ) -> _Source | None:
     """What one descriptor tells, of whichever role and layer; None if anything is wrong."""
     try:
+        if descriptor_length(data) != len(data):
+            return None  # `decode` does not look at what follows
         first = decode(data, dialect=dialect)
         check_transferable(first)
         spec = spec_from(

@@ -190,7 +190,7 @@ class Exchange(ABC, Generic[Answer]):
     def ended_by_peer(self, error: HurrayError) -> None:
         """The peer refused it or ends it. QUIET goes out as soon as that is true, whatever the application does."""
         self.fail(error)
-        if not self._jobs:
+        if all(job.done() for job in self._jobs.values()):
             self._say_the_end("the peer ended it")
 
     def fail(self, error: HurrayError) -> None:
@@ -296,7 +296,7 @@ class Exchange(ABC, Generic[Answer]):
             raise self._error or error from error
         finally:
             if moving.done():
-                del self._jobs[moving]
+                self._jobs.pop(moving, None)  # whoever gave up meanwhile has done so
 
     async def _look_whether_alive(self) -> None:
         """UCX failed: because the peer is gone, maybe, which the session is about to tell. It is not if the peer still
@@ -306,7 +306,7 @@ class Exchange(ABC, Generic[Answer]):
         long_enough = self._loop.time() + heartbeat_s
         while (left_s := self._deadline - time.monotonic()) > 0 and not self._acknowledged.done():
             now = self._loop.time()
-            if now - session.silent_s(now) > long_enough:
+            if session.is_closed or now - session.silent_s(now) > long_enough:
                 return
             await asyncio.wait((self._acknowledged,), timeout=min(left_s, heartbeat_s))
 
@@ -323,13 +323,21 @@ class Exchange(ABC, Generic[Answer]):
         timer = self._loop.call_later(self._left_s, self._not_in_time, future, what)
         try:
             return await future
+        except asyncio.CancelledError:
+            if future.cancelled():  # with this wait; others that wait for it must not take that for something else
+                self.fail(TransferAbortedError(f"a wait for {what} of {self._key!r} was cancelled"))
+            raise
         finally:
             timer.cancel()
 
     def _not_in_time(self, future: asyncio.Future[Any], what: str) -> None:
+        if future.done():
+            return
+        rule = f"{what} for {self._key!r} did not come in time"
+        error = DeadlineExceededError(rule, field="timeout_s", value=self._timeout_s)
+        self.fail(error)
         if not future.done():
-            rule = f"{what} for {self._key!r} did not come in time"
-            future.set_exception(DeadlineExceededError(rule, field="timeout_s", value=self._timeout_s))
+            future.set_exception(error)
 
     async def _give_up(self, reason: str) -> None:
         """Stops posting, waits for what is in flight, tells the peer: ABORT, then QUIET if it is quiet. Idempotent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -39,14 +39,25 @@ class Granted:
         lease_s: a grant of which nothing is heard for this long is aborted; then its sender has as long to say QUIET.
         max_transfer_s: a grant that is this old is aborted, too.
         tally: counts what happens.
+        on_keys: told when pages can be found by their keys.
     """
 
-    def __init__(self, pool: PagePool, *, name: str, lease_s: float, max_transfer_s: float, tally: Tally) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        name: str,
+        lease_s: float,
+        max_transfer_s: float,
+        tally: Tally,
+        on_keys: Callable[[], None],
+    ) -> None:
         self._pool = pool
         self._name = name
         self._lease_s = lease_s
         self._max_transfer_s = max_transfer_s
         self._tally = tally
+        self._on_keys = on_keys
         self.visibility = Visibility(pool)
         """What has come is complete only once the pool's GPU sees it."""
         self._loop = asyncio.get_running_loop()
@@ -174,6 +185,8 @@ class Granted:
             waited_s=whole.granted - offer.came,
         )
         whole.arrival.completed()
+        if whole.page_keys is not None:
+            self._on_keys()
         self._log(offer).debug("complete: %d pages by %s", len(whole.written), offer.offer.lane)
 
     def _unpacker(self, part: Part) -> Unpacker:

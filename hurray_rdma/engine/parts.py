@@ -40,6 +40,11 @@ class GoodOffer:
     """Of the pages of the grant, uint8 ``[num_pages, key_nbytes]``; None where they count for nothing."""
 
     @property
+    def nbytes(self) -> int:
+        """What is kept of it while it waits."""
+        return self.offer.nbytes + self.page_map.nbytes
+
+    @property
     def key(self) -> tuple[Link, int]:
         """What tells it from every other."""
         return self.link, self.transfer_id
@@ -141,7 +146,7 @@ class WaitingOffers:
     def append(self, offer: GoodOffer) -> None:
         """The last one."""
         self._counts[offer.link] += 1
-        self.nbytes += offer.offer.nbytes
+        self.nbytes += offer.nbytes
         self._offers[offer.key] = offer
         self._timers[offer.key] = self._loop.call_later(offer.offer.deadline_s, self._due, offer)
 
@@ -158,7 +163,7 @@ class WaitingOffers:
         offer = self._offers.pop((link, transfer_id), None)
         if offer is None:
             return False
-        self.nbytes -= offer.offer.nbytes
+        self.nbytes -= offer.nbytes
         self._counts[link] -= 1
         if not self._counts[link]:
             del self._counts[link]

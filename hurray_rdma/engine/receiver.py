@@ -108,7 +108,9 @@ class Receiver:
         self.pool_id = pool_id
         self.name = name
         self.tenant = tenant
-        self.granted = Granted(pool, name=name, lease_s=lease_s, max_transfer_s=max_transfer_s, tally=tally)
+        self.granted = Granted(
+            pool, name=name, lease_s=lease_s, max_transfer_s=max_transfer_s, tally=tally, on_keys=self._keys_came
+        )
         self._granting = Granting(
             pool, self.granted, name=name, arrivals=arrivals, lease_s=lease_s, timeout_s=timeout_s
         )
@@ -340,9 +342,9 @@ class Receiver:
             if self.num_waiting >= _MAX_WAITING or of_this_one >= _MAX_WAITING_OF_ONE:
                 raise PeerBusyError("offers wait for pages already", field="waiting", value=self.num_waiting)
             waiting_nbytes = self._waiting.nbytes + self._unexpected.nbytes
-            if self.num_waiting and waiting_nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
+            if self.num_waiting and waiting_nbytes + checked.nbytes > _MAX_WAITING_NBYTES:
                 rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
-                raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
+                raise PeerBusyError(rule, field="nbytes of the offer", value=checked.nbytes)
             self._arrivals.require_room()
         except HurrayError as error:
             self._refuse(link, transfer_id, error)
@@ -425,14 +427,30 @@ class Receiver:
         try:
             if whole is not None:
                 self._granting.join(whole, offer)
-            elif num_missing := self._granting.grant(offer):
+                return True
+            self._arrivals.require_room()
+            if num_missing := self._granting.grant(offer):
                 self._free_when_full = self.pool.allocator.accounts().free
                 self._short_of(num_missing, offer)
                 self._ahead.recall("the pages are needed")
                 return False
+            self._join_those_that_wait(offer.offer.key)
         except HurrayError as error:
             self._refuse(*offer.key, error)
         return True
+
+    def _join_those_that_wait(self, key: str) -> None:
+        """Senders of further heads need no pages of their own: they overtake nobody, and nobody must hold them up."""
+        if key in self.granted.unfilled:
+            for offer in [waiting for waiting in self._waiting.all() if waiting.offer.key == key]:
+                if key in self.granted.unfilled:
+                    self._waiting.remove(*offer.key)
+                    self._grant(offer)
+
+    def _keys_came(self) -> None:
+        """Pages can be found by their keys: who waits may need fewer than before."""
+        if len(self._waiting):
+            self._grant_in_order()
 
     # Pages that the application has chosen.
 

@@ -302,12 +302,15 @@ class Reception:
         self._num_opening += 1
         try:
             async with self._opening:
+                _require_open(session)
                 worker = await asyncio.to_thread(self._context.open_worker)
         finally:
             self._num_opening -= 1
-        if session.is_closed:
+        try:
+            _require_open(session)
+        except PeerLostError:
             await asyncio.to_thread(worker.close)
-            raise PeerLostError("the session was closed before its UCX worker was made")
+            raise
         self._own_workers[worker.address] = worker
         return worker.address
 
@@ -435,3 +438,8 @@ class Reception:
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
         return task
+
+
+def _require_open(session: ServerSession) -> None:
+    if session.is_closed:
+        raise PeerLostError("the session was closed before it had a UCX worker")

@@ -46,8 +46,13 @@ class PageMap:
     """Per unit its first slot in the destination page."""
 
     def __post_init__(self) -> None:
-        for name in ("entries", "seq_ptr", "seq_lens", "valid_tokens", *_UNIT_FIELDS):
+        for name in _ARRAYS:
             getattr(self, name).setflags(write=False)
+
+    @property
+    def nbytes(self) -> int:
+        """What its arrays take."""
+        return sum(getattr(self, name).nbytes for name in _ARRAYS)
 
     @property
     def unit_size(self) -> int:
@@ -118,3 +123,4 @@ class PageMap:
 
 
 _UNIT_FIELDS = ("unit_src_pages", "unit_src_slots", "unit_pages", "unit_dst_slots")
+_ARRAYS = ("entries", "seq_ptr", "seq_lens", "valid_tokens", *_UNIT_FIELDS)

@@ -116,7 +116,8 @@ class TransferPlan:
         """The moves of several roles of layers, those that one call can make put together.
 
         Args:
-            tensors: places in the source's ``spec.tensors``.
+            tensors: places in the source's ``spec.tensors``; in the destination's too where they are of whole layers,
+                whose roles the two sides may order unlike.
         """
         programs, sources, dests, count = self._programs, self._src_segments, self._dst_segments, len(self._parts)
         found: dict[tuple[int, int, int], MovesTogether] = {}
