@@ -134,7 +134,8 @@ class Listener:
             nonlocal handler
             if isinstance(event, Introduced):
                 # It has shown its token: strangers must not push it out while a worker is made for it.
-                self._entering[transport] = self._unauthenticated.pop(transport)
+                if (task := self._unauthenticated.pop(transport, None)) is not None:  # None: it has been cut already
+                    self._entering[transport] = task
                 admission = asyncio.get_running_loop().create_task(self._admit(session, channel, event.host_id))
                 self._admissions.add(admission)
                 admission.add_done_callback(self._admissions.discard)

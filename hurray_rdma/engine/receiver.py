@@ -434,14 +434,16 @@ class Receiver:
                 self._short_of(num_missing, offer)
                 self._ahead.recall("the pages are needed")
                 return False
-            self._join_those_that_wait(offer.offer.key)
+            self._join_those_that_wait(offer)
         except HurrayError as error:
             self._refuse(*offer.key, error)
         return True
 
-    def _join_those_that_wait(self, key: str) -> None:
+    def _join_those_that_wait(self, first: GoodOffer) -> None:
         """Senders of further heads need no pages of their own: they overtake nobody, and nobody must hold them up."""
+        key = first.offer.key
         if key in self.granted.unfilled:
+            self._waiting.remove(*first.key)  # it has been granted, and must not join itself
             for offer in [waiting for waiting in self._waiting.all() if waiting.offer.key == key]:
                 if key in self.granted.unfilled:
                     self._waiting.remove(*offer.key)

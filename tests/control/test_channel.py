@@ -1,6 +1,7 @@
 """Channels over real loopback TCP and TLS: opening, failing to open, back-pressure, dying, closing."""
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -438,6 +439,88 @@ def test_idle_connections_do_not_keep_others_out(tls: bool, make_config: MakeCon
         assert listener.num_unauthenticated == 0
         for _, writer in idle:
             writer.transport.abort()
+
+    run(main())
+
+
+def test_strangers_push_out_nobody_who_waits_for_its_worker(make_config: MakeConfig) -> None:
+    """Those that have shown their token wait for as long as their UCX workers take; strangers are bounded still."""
+
+    async def main() -> None:
+        receivers, asked, go = Receivers(), 0, asyncio.Event()
+
+        async def address_for(_: ServerSession, host_id: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            await go.wait()
+            return b"of " + host_id
+
+        config = make_config(token="s", worker_address=None)
+        listener = await serve(
+            "127.0.0.1", 0, config, on_session=receivers, address_for=address_for, max_unauthenticated=4
+        )
+
+        async def sender(n: int) -> Channel:
+            own = make_config(token="s", host_id=b"host %d" % n)
+            return await open_channel("127.0.0.1", listener.port, own, timeout_s=20, on_event=lambda _: None)
+
+        coming = []
+        for n in range(12):  # three at once are never too many
+            coming.append(asyncio.create_task(sender(n)))
+            async with asyncio.timeout(10):
+                while asked <= n:
+                    await asyncio.sleep(0.002)
+        assert listener.num_unauthenticated == 0
+        strangers = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(20)]
+        for reader, _ in strangers[:16]:  # each newer one cuts the oldest
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert listener.num_unauthenticated == 4
+        assert not any(task.done() for task in coming)
+        go.set()
+        channels = await asyncio.gather(*coming)
+        told = [channel.session.peer.worker_address for channel in channels if channel.session.peer is not None]
+        assert told == [b"of host %d" % n for n in range(12)]
+        for channel in channels:
+            await channel.close()
+        await listener.close()
+        assert listener.num_unauthenticated == 0
+        for _, writer in strangers:
+            writer.transport.abort()
+
+    run(main())
+
+
+def test_a_listener_that_closes_cuts_who_waits_for_its_worker_and_strangers(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        asked, go = asyncio.Event(), asyncio.Event()
+
+        async def address_for(_: ServerSession, host_id: bytes) -> bytes:
+            asked.set()
+            await go.wait()
+            return host_id
+
+        config = make_config(token="s", worker_address=None)
+        listener = await serve("127.0.0.1", 0, config, on_session=Receivers(), address_for=address_for)
+        opening = open_channel(
+            "127.0.0.1", listener.port, make_config(token="s"), timeout_s=20, on_event=lambda _: None
+        )
+        coming = asyncio.create_task(opening)
+        await asyncio.wait_for(asked.wait(), 5)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        async with asyncio.timeout(5):
+            while listener.num_unauthenticated != 1:
+                await asyncio.sleep(0.002)
+        closing = asyncio.create_task(listener.close())
+        with pytest.raises(PeerLostError):
+            await asyncio.wait_for(coming, 5)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.transport.abort()
+        assert not closing.done()  # what makes the worker is waited for, too
+        go.set()
+        await closing
+        await alone()
 
     run(main())
 

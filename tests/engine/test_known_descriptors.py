@@ -129,6 +129,30 @@ def test_any_changed_byte_is_seen_by_both_ways_alike(
     told(spoilt, spec, Dialect.HURRAY_0_2 if name == "old" else Dialect.ADR_024)
 
 
+def test_bytes_after_a_descriptor_that_begin_like_another_are_left_to_who_says_what_is_wrong() -> None:
+    """Two slices of equal length, each a whole descriptor and bytes after it: a chain of two others."""
+    spec = CacheSpec(num_layers=1, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16", total_heads=2)
+    with PagePool.allocate(spec, 16) as pool:
+        snapshot = Snapshot.from_block_tables(pool, [[7]], seq_lens=[3])
+        good = snapshot.encode_descriptors(dialect=Dialect.ADR_024)
+        size = NBYTES + 30
+        assert len(good) == 2 * NBYTES
+        more = b"HRRY" + (7).to_bytes(2, "little") + (2 * size - NBYTES).to_bytes(4, "little") + b"\xff" * 20
+        offer = Offer(
+            key="k",
+            pool_id=0,
+            generation=1,
+            descriptors=good[:NBYTES] + more + good[NBYTES:] + more,
+            block_table=snapshot.block_table,
+            seq_ptr=snapshot.seq_ptr,
+            seq_lens=snapshot.seq_lens,
+            total_heads=2,
+            deadline_s=1,
+        )
+        assert offer.num_descriptors == 2
+        assert told(offer, spec, Dialect.ADR_024) == (None, DescriptorError)
+
+
 def test_what_is_remembered_is_bounded(offers: dict[str, Offer]) -> None:
     compat._looked_at.cache_clear()
     descriptor = bytearray(offers["one"].descriptors)

@@ -89,13 +89,44 @@ def test_nobody_waits_for_it_any_more(monkeypatch: pytest.MonkeyPatch, who: str)
     def unheard(engine: Engine) -> int:
         assert engine._reception is not None
         assert engine._reception._listener is not None
-        return engine._reception._listener.num_unauthenticated
+        return len(engine._reception._listener._entering)
 
     def closed(worker: Worker) -> bool:
         try:
             return worker.handle == 0
         except TransportError:
             return True
+
+    run(job())
+
+
+def test_none_is_made_for_a_sender_that_left_while_others_got_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are made one after the other: who has gone by its turn gets none."""
+
+    async def remote(address: str) -> bytes:
+        async with shaken(address) as hand:
+            assert hand.session.peer is not None
+            return hand.session.peer.worker_address
+
+    async def job() -> None:
+        with make_pool(SPEC, 8) as pool:
+            async with Engine(pool, listen="127.0.0.1:0") as engine:
+                reception = engine._reception
+                assert reception is not None
+                assert reception._listener is not None
+                entering = reception._listener._entering
+                workers = SlowWorkers(monkeypatch)
+                first = asyncio.create_task(remote(engine.address))
+                await eventually(workers.begun.is_set)
+                second = asyncio.create_task(remote(engine.address))
+                await eventually(lambda: len(entering) == 2 and reception._num_opening == 2)
+                second.cancel()
+                await asyncio.wait((second,))
+                await eventually(lambda: len(entering) == 1)
+                workers.go.set()
+                told = await first
+                await eventually(lambda: reception._num_opening == 0)
+                assert [worker.address for worker in workers.made] == [told]
 
     run(job())
 
