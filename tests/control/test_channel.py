@@ -447,11 +447,11 @@ def test_strangers_push_out_nobody_who_waits_for_its_worker(make_config: MakeCon
     """Those that have shown their token wait for as long as their UCX workers take; strangers are bounded still."""
 
     async def main() -> None:
-        receivers, asked, go = Receivers(), 0, asyncio.Event()
+        receivers, go = Receivers(), asyncio.Event()
+        asked: asyncio.Queue[bytes] = asyncio.Queue()
 
         async def address_for(_: ServerSession, host_id: bytes) -> bytes:
-            nonlocal asked
-            asked += 1
+            asked.put_nowait(host_id)
             await go.wait()
             return b"of " + host_id
 
@@ -465,11 +465,9 @@ def test_strangers_push_out_nobody_who_waits_for_its_worker(make_config: MakeCon
             return await open_channel("127.0.0.1", listener.port, own, timeout_s=20, on_event=lambda _: None)
 
         coming = []
-        for n in range(12):  # three at once are never too many
+        for n in range(12):
             coming.append(asyncio.create_task(sender(n)))
-            async with asyncio.timeout(10):
-                while asked <= n:
-                    await asyncio.sleep(0.002)
+            assert await asyncio.wait_for(asked.get(), 10) == b"host %d" % n
         assert listener.num_unauthenticated == 0
         strangers = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(20)]
         for reader, _ in strangers[:16]:  # each newer one cuts the oldest
@@ -502,15 +500,13 @@ def test_a_listener_that_closes_cuts_who_waits_for_its_worker_and_strangers(make
 
         config = make_config(token="s", worker_address=None)
         listener = await serve("127.0.0.1", 0, config, on_session=Receivers(), address_for=address_for)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         opening = open_channel(
             "127.0.0.1", listener.port, make_config(token="s"), timeout_s=20, on_event=lambda _: None
         )
         coming = asyncio.create_task(opening)
         await asyncio.wait_for(asked.wait(), 5)
-        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-        async with asyncio.timeout(5):
-            while listener.num_unauthenticated != 1:
-                await asyncio.sleep(0.002)
+        assert listener.num_unauthenticated == 1
         closing = asyncio.create_task(listener.close())
         with pytest.raises(PeerLostError):
             await asyncio.wait_for(coming, 5)

@@ -11,8 +11,8 @@ import pytest
 
 from hurray_rdma import CacheSpec, Engine, PagePool, Snapshot
 from hurray_rdma.cache import snapshot_keys
-from hurray_rdma.control import PeerBusyError, Refused
 from hurray_rdma.control import Granted as GrantHeard
+from hurray_rdma.control import PeerBusyError, Refused
 from hurray_rdma.engine import untaken
 from hurray_rdma.testing.processes import Child
 from tests.engine.hands import shaken
@@ -107,9 +107,7 @@ def keyed_sender(connection: Connection, address: str) -> None:
                     await transfer.send_layer(0)
                     connection.send(digest(less))
                     await asyncio.to_thread(connection.recv)
-                    sending = asyncio.create_task(
-                        peer.send(more, key="more", page_keys=snapshot_keys(more, [tokens]))
-                    )
+                    sending = asyncio.create_task(peer.send(more, key="more", page_keys=snapshot_keys(more, [tokens])))
                     connection.send(digest(more))
                     await asyncio.to_thread(connection.recv)
                     await transfer.send_layer(1)

@@ -1,0 +1,173 @@
+"""What ends while another task of the same transfer waits: each hears why, and the peer hears of the end at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from hurray_rdma import Engine, PagePool
+from hurray_rdma.engine import exchange
+from hurray_rdma.engine.mover import Mover
+from hurray_rdma.engine.peer import Peer
+from hurray_rdma.engine.transfer import Transfer
+from hurray_rdma.errors import DeadlineExceededError, TransferAbortedError, TransportError
+from hurray_rdma.transport import Context
+from tests.engine.test_stream_order import NEVER, Stream, first, recorded
+from tests.hazards.scenes import SPEC, make_pool, run, settled, snapshot_of
+from tests.transport.recorded import RecordedDriver
+
+
+class BrokenLane:
+    """Every move fails as a lane does of which nobody knows yet whether the peer is gone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._looking = asyncio.Event()
+        look = Transfer._look_whether_alive
+
+        def move(_: Mover, layers: list[int], ended: Callable[[list[int]], None]) -> None:
+            raise TransportError("UCX: the lane failed")
+
+        async def told(transfer: Transfer) -> None:
+            self._looking.set()
+            await look(transfer)
+
+        monkeypatch.setattr(Mover, "move", move)
+        monkeypatch.setattr(Transfer, "_look_whether_alive", told)
+        monkeypatch.setattr(exchange, "_INLINE_NBYTES", -1)  # in a thread, as of large pages
+
+    async def looked_at(self, transfer: Transfer) -> None:
+        """Returns once the move has failed, and its task looks whether the peer is alive."""
+        await asyncio.wait_for(self._looking.wait(), 10)
+        assert [job.done() for job in transfer._jobs] == [True]
+
+
+def test_a_broken_lane_is_told_of_although_the_block_was_left_for_another_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def job() -> None:
+        lane = BrokenLane(monkeypatch)
+        with make_pool(SPEC, 8) as source, make_pool(SPEC, 8) as dest:
+            async with (
+                Engine(dest, listen="127.0.0.1:0") as receiver,
+                Engine(source, peer_timeout_s=20) as sender,  # a heartbeat is a second
+                sender.connect(receiver.address) as peer,
+            ):
+                with pytest.raises(ZeroDivisionError):
+                    async with peer.begin(snapshot_of(source, [1, 2]), key="k") as transfer:
+                        sending = asyncio.create_task(transfer.send_layer(0))
+                        await lane.looked_at(transfer)
+                        raise ZeroDivisionError
+                assert not sending.done()
+                with pytest.raises(TransportError, match="the lane failed"):
+                    await sending
+                await settled(dest, 8, 0, 0)
+
+    run(job())
+
+
+def test_a_session_that_has_ended_tells_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks whether the peer is alive waited for the transfer's own deadline, since a closed session is silent."""
+
+    async def job() -> None:
+        lane = BrokenLane(monkeypatch)
+        with make_pool(SPEC, 8) as source, make_pool(SPEC, 8) as dest:
+            async with Engine(dest, listen="127.0.0.1:0") as receiver, Engine(source, peer_timeout_s=20) as sender:
+                async with sender.connect(receiver.address) as peer:
+                    with pytest.raises(ZeroDivisionError):
+                        async with peer.begin(snapshot_of(source, [1, 2]), key="k", timeout_s=600) as transfer:
+                            sending = asyncio.create_task(transfer.send_layer(0))
+                            await lane.looked_at(transfer)
+                            raise ZeroDivisionError
+                    session = transfer._route.session
+                assert session.is_closed
+                with pytest.raises(TransportError, match="the lane failed"):
+                    await sending  # within the test's time
+
+    run(job())
+
+
+def test_quiet_is_said_at_once_although_the_application_has_not_heard_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages of an aborted arrival stayed leased until the sending application left its block."""
+
+    async def job() -> None:
+        lane = BrokenLane(monkeypatch)
+        with make_pool(SPEC, 8) as source, make_pool(SPEC, 8) as dest:
+            async with (
+                Engine(dest, listen="127.0.0.1:0", lease_s=600) as receiver,
+                Engine(source, peer_timeout_s=200) as sender,
+                sender.connect(receiver.address) as peer,
+            ):
+                with pytest.raises(TransferAbortedError, match="not wanted"):
+                    async with peer.begin(snapshot_of(source, [1, 2]), key="k") as transfer:
+                        sending = asyncio.create_task(transfer.send_layer(0))
+                        arrival = await first(receiver)
+                        await lane.looked_at(transfer)
+                        arrival.abort("not wanted")
+                        await settled(dest, 8, 0, 0)
+                        await sending
+
+    run(job())
+
+
+async def one_layer_left(
+    source: PagePool, peer: Peer, driver: RecordedDriver, timeout_s: float
+) -> tuple[Transfer, asyncio.Task[None], asyncio.Task[None]]:
+    """A transfer, a task that waits for a layer's work, which never ends, and one that has left the block."""
+    transfer = peer.begin(snapshot_of(source, [1, 2]), key="k", timeout_s=timeout_s)
+    await transfer.__aenter__()
+    await transfer.send_layer(0)
+    sending = asyncio.create_task(transfer.send_layer(1, stream=Stream()))
+    await recorded(driver)
+    leaving = asyncio.create_task(transfer.__aexit__(None, None, None))
+    await asyncio.sleep(0)
+    return transfer, sending, leaving
+
+
+def test_who_waits_for_a_layer_hears_that_the_wait_for_the_end_was_cancelled() -> None:
+    driver, context = RecordedDriver(passed_after=NEVER), Context()
+    context.__dict__["driver"] = driver
+
+    async def job() -> None:
+        with make_pool(SPEC, 8, context=context) as source, make_pool(SPEC, 8, context=context) as dest:
+            async with (
+                Engine(dest, listen="127.0.0.1:0") as receiver,
+                Engine(source) as sender,
+                sender.connect(receiver.address) as peer,
+            ):
+                _, sending, leaving = await one_layer_left(source, peer, driver, 600)
+                leaving.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await leaving
+                with pytest.raises(TransferAbortedError, match="the acknowledgement of 'k' was cancelled"):
+                    await sending
+                await settled(dest, 8, 0, 0)
+
+    run(job())
+
+
+def test_a_wait_that_takes_too_long_is_the_end_of_the_whole_transfer() -> None:
+    driver, context = RecordedDriver(passed_after=NEVER), Context()
+    context.__dict__["driver"] = driver
+
+    async def job() -> None:
+        with make_pool(SPEC, 8, context=context) as source, make_pool(SPEC, 8, context=context) as dest:
+            async with (
+                Engine(dest, listen="127.0.0.1:0") as receiver,
+                Engine(source) as sender,
+                sender.connect(receiver.address) as peer,
+            ):
+                transfer, sending, leaving = await one_layer_left(source, peer, driver, 3)
+                sending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+                with pytest.raises(DeadlineExceededError, match="the acknowledgement for 'k' did not come in time"):
+                    await leaving
+                with pytest.raises(DeadlineExceededError, match="the acknowledgement for 'k' did not come in time"):
+                    await transfer.send_rest()
+                await settled(dest, 8, 0, 0)
+
+    run(job())
