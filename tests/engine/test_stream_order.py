@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hurray_rdma import Arrival, Engine, PagePool
+from hurray_rdma import Arrival, Engine, PagePool, sync
 from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.errors import ConfigError, DeadlineExceededError, HurrayError, TransferAbortedError, TransportError
 from hurray_rdma.transport import Context
@@ -428,6 +428,26 @@ def test_pages_go_back_when_what_was_queued_on_the_stream_has_run(
             assert "kernels may still use them" in str(lease.reason)
 
     run(job())
+
+
+def test_pages_that_a_thread_gives_back_wait_for_its_stream(
+    driver: RecordedDriver, source: PagePool, dest: PagePool
+) -> None:
+    with (
+        sync.Engine(dest, listen="127.0.0.1:0") as receiver,
+        sync.Engine(source) as sender,
+        sender.connect(receiver.address) as peer,
+    ):
+        sending = peer.send_async(snapshot_of(source, [3, 1]))
+        arrival = next(receiver.arrivals())
+        sending.result(timeout=10)
+        num_free = dest.allocator.accounts().free
+        with pytest.raises(ConfigError, match="must be a CUDA stream"):
+            arrival.release(stream="stream")
+        arrival.release(stream=Stream())
+        assert dest.allocator.accounts().free == num_free < 8
+    driver.passed_after = 0  # when the engines are closed
+    run(settled(dest, 8, 0, 0))
 
 
 def test_pages_of_an_arrival_that_is_given_up_wait_for_the_stream_as_well(
