@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -38,6 +39,7 @@ class Footprint:
     num_files: int
     """Open file descriptors."""
     num_threads: int
+    """Without those in which the event loop has blocking calls done: a bounded pool, that grows now and then."""
     num_sessions: int
     num_transfers: int
     """Received so far."""
@@ -159,10 +161,11 @@ def _receive(connection: Connection, lane: Lane, ahead_pages: int) -> None:
 def _footprint(engine: Engine) -> Footprint:
     stats = engine.stats()
     memory = Path("/proc/self/smaps_rollup").read_text().partition("Anonymous:")[2].split()
+    in_pool = [thread for thread in threading.enumerate() if thread.name.startswith("asyncio_")]
     return Footprint(
         anonymous_nbytes=int(memory[0]) * 1024,
         num_files=len(os.listdir("/proc/self/fd")),
-        num_threads=len(os.listdir("/proc/self/task")),
+        num_threads=len(os.listdir("/proc/self/task")) - len(in_pool),
         num_sessions=stats.num_sessions,
         num_transfers=stats.receive.num_transfers,
         cpu_s=time.process_time(),

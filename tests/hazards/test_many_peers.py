@@ -75,7 +75,7 @@ def test_each_of_many_senders_costs_as_much_as_one(lane: Lane, many: tuple[int, 
         }
         totals[num_senders] = held.anonymous_nbytes - alone.anonymous_nbytes
         # Over the network each has a UCX worker with a thread of its own; here all share the engine's.
-        assert held.num_threads <= alone.num_threads + 1 + (num_senders if lane == "tcp" else 0)
+        assert held.num_threads == alone.num_threads + (num_senders if lane == "tcp" else 0)
     for num_senders in many[1:]:
         assert costs[num_senders]["bytes"] <= 1.25 * costs[1]["bytes"] + (64 << 10), costs
         assert costs[num_senders]["files"] <= costs[1]["files"] + 1, costs
