@@ -185,7 +185,9 @@ class _Driver:
             "said": self._said,
         }
         if self._connector == HURRAY:
-            told["engine"] = self._group()._working()._engine.stats()
+            worker = self._group()._working()
+            told["engine"] = worker._engine.stats()
+            told |= {"address": worker.address, "loading": len(worker._loading), "early": worker._pushes.num_early}
             told["failures"] = dict(sum((Counter(each["failures"]) for each in self._stats), Counter()))
         self._connection.send(("facts", told))
 

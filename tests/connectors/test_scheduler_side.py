@@ -34,6 +34,7 @@ def side(blocks: dict[str, list[int]] | None = None, **changes: Any) -> Schedule
         "tp_size": 1,
         "lease_s": 60.0,
         "token": None,
+        "push_to": ["decode:1"],
     }
     settings |= changes
     made = SchedulerSide(block_ids_of=(blocks or {}).__getitem__, **settings)
@@ -245,6 +246,10 @@ def test_settings(tmp_path: Path) -> None:
         ({"token_file": ["hidden"]}, "type of token_file = 'list': must be str"),
         ({"port": True}, "type of port = 'bool': must be int"),
         ({"port": 70000}, "port = 70000: must be from 0 to 65535"),
+        ({"mode": "shove"}, "mode = 'shove': must be one of ['pull', 'push']"),
+        ({"push_to": "decode:1"}, "type of push_to = 'str': must be list"),
+        ({"push_to": ["decode:1", 2]}, "push_to = 'int': must be of strings"),
+        ({"push_to": ["decode:99999"]}, "'decode:99999'"),
         ({"lease_s": 0}, "lease_s = 0: must be above 0"),
         ({"token_file": "/nowhere/at/all"}, "token_file = '/nowhere/at/all': cannot be read"),
     ],
@@ -254,3 +259,124 @@ def test_settings_that_are_refused(extra: dict[str, Any], why: str) -> None:
         ConnectorConfig.from_extra(extra).secret()
     assert why in str(caught.value)
     assert "hidden" not in str(caught.value)
+
+
+def test_who_pushes_needs_somebody_to_push_to() -> None:
+    with pytest.raises(ConfigError, match=r"push_to = \[\]: is empty.*fixed port"):
+        ConnectorConfig(mode="push").check_role(produces=True)
+    ConnectorConfig(mode="push").check_role(produces=False)
+    ConnectorConfig(mode="push", push_to=["decode:1"]).check_role(produces=True)
+    ConnectorConfig().check_role(produces=True)
+
+
+TARGET = {"do_remote_decode": True, "remote_request_id": "name", "remote_addresses": ["decode:1"]}
+SOURCE = {"do_remote_prefill": True, "remote_request_id": "name"}
+
+
+def test_a_prompt_is_pushed_in_the_step_that_computes_its_last_token_under_a_key_that_decode_expects() -> None:
+    prefill, decode = side({"p": [5, 6, 7, 8]}, pushes=True), side(pushes=True)
+    request = FakeRequest("p", dict(TARGET))
+    prefill.new_request(request)
+    prefill.allocated(request, [5, 6], 0)
+    assert prefill.take_step({"p": 6}).publish == []
+    request.num_computed_tokens = 6
+    (published,) = prefill.take_step({"p": 4}).publish
+    assert published.push_to is not None
+    assert (published.push_to.addresses, published.push_to.block_size) == (("decode:1",), BLOCK)
+    assert (published.block_ids, published.num_tokens) == ([5, 6, 7], 10)
+    delayed, params = prefill.finished(request, complete=True)
+    assert delayed
+    for asked in (dict(SOURCE), params):  # at once, or one after the other
+        waiting = FakeRequest("d", asked)
+        decode.new_request(waiting)
+        assert decode.matched_tokens(waiting, 4) == (6, True)
+        decode.allocated(waiting, [1, 2, 3], 6)
+        step = decode.take_step({})
+        (load,) = step.load
+        assert load.remote is not None
+        assert (load.remote.key, load.remote.block_size) == (published.key, BLOCK)
+        assert (load.block_ids, load.num_present, load.refusal) == ([1, 2, 3], 1, "")
+        assert (step.hold, step.decline) == ({}, [])
+        decode.received(["d"])
+
+
+def test_another_model_expects_another_key() -> None:
+    keys = set()
+    for model in ("m", "n"):
+        decode, waiting = side(pushes=True, model=model), FakeRequest("d", dict(SOURCE))
+        decode.allocated(waiting, [1, 2, 3], 10)
+        (load,) = decode.take_step({}).load
+        assert load.remote is not None
+        keys.add(load.remote.key)
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("missing", ["remote_addresses", "remote_request_id"])
+def test_what_cannot_be_pushed_is_not_kept(missing: str, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = side({"p": [5, 6, 7]}, pushes=True)
+    request = FakeRequest("p", {name: value for name, value in TARGET.items() if name != missing})
+    prefill.allocated(request, [5, 6, 7], 0)
+    step = prefill.take_step({"p": 10})
+    assert (step.publish, step.num_refused) == ([], 1)
+    assert missing in caplog.text
+    assert prefill.finished(request, complete=True) == (False, None)
+
+
+@pytest.mark.parametrize("address", ["decode:2", "elsewhere:1", "nonsense:port:9"])
+def test_nothing_is_pushed_to_whom_the_settings_do_not_list(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = side({"p": [5, 6, 7]}, pushes=True)
+    request = FakeRequest("p", TARGET | {"remote_addresses": [address]})
+    prefill.allocated(request, [5, 6, 7], 0)
+    step = prefill.take_step({"p": 10})
+    assert (step.publish, step.num_refused) == ([], 1)
+    assert address in caplog.text
+    assert prefill.finished(request, complete=True) == (False, None)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_preempted_prompt_is_withdrawn_before_the_next_step(mode: str, again: bool) -> None:
+    """Steps are put together ahead: the one after a prompt's last may give its blocks to others."""
+    blocks = {"p": [5, 6, 7]}
+    prefill, request = side(blocks, pushes=mode == "push"), FakeRequest("p", dict(TARGET))
+    prefill.allocated(request, blocks["p"], 0)
+    assert len(prefill.take_step({"p": 10}).publish) == 1
+    assert prefill.take_step({}, preempted=["p", "other"]).preempted == {"p": False}
+    if not again:  # it ends by the token of the step that was under way, or is aborted
+        assert prefill.finished(request, complete=True) == (False, None)
+        assert prefill.take_step({}).retire == []
+        return
+    blocks["p"] = [1, 2, 3]
+    prefill.allocated(request, blocks["p"], 0)
+    (published,) = prefill.take_step({"p": 10}).publish
+    assert published.block_ids == [1, 2, 3]
+    delayed, params = prefill.finished(request, complete=True)
+    assert delayed
+    assert params is not None
+    # Finished and preempted between two steps: vLLM waits to hear of it.
+    assert prefill.take_step({}, preempted=["p"]).preempted == {"p": True}
+    assert prefill.take_step({}, preempted=["p"]).preempted == {}
+
+
+def test_more_workers_than_there_are_here_are_not_pushed_to(caplog: pytest.LogCaptureFixture) -> None:
+    prefill = side({"p": [5, 6, 7]}, pushes=True)
+    request = FakeRequest("p", TARGET | {"remote_addresses": ["a:1", "b:1"]})
+    prefill.allocated(request, [5, 6, 7], 0)
+    assert prefill.take_step({"p": 10}).publish == []
+    assert "must be the 1 workers of this side" in caplog.text
+
+
+def test_a_push_that_is_not_needed_is_declined_and_one_that_says_no_name_fails() -> None:
+    decode = side(pushes=True)
+    here, gone = FakeRequest("d", dict(SOURCE)), FakeRequest("e", dict(SOURCE))
+    decode.allocated(here, [1, 2, 3], 0)
+    decode.new_request(gone)
+    decode.finished(gone, complete=False)
+    declined = decode.take_step({}).decline
+    assert [(each.num_tokens, each.block_size) for each in declined] == [(10, BLOCK)] * 2
+    nameless = FakeRequest("f", {"do_remote_prefill": True})
+    assert decode.matched_tokens(nameless, 0) == (10, True)
+    decode.allocated(nameless, [1, 2, 3], 10)
+    (load,) = decode.take_step({}).load
+    assert load.remote is None
+    assert "remote_request_id" in load.refusal

@@ -30,6 +30,8 @@ class Caches:
 
     pools: Mapping[str, PagePool]
     """`WHOLE`, and where there are planes `KEYS` and `VALUES`."""
+    names: Mapping[str, int]
+    """vLLM's names of the layers, and the number of each in `whole`; those that share a tensor have the same."""
     opaque: bool
     """Whether a block cannot be cut between tokens: it travels whole then."""
 
@@ -39,7 +41,7 @@ class Caches:
         pools = {WHOLE: pool_of(kv_caches, mappable=mappable, **geometry)}
         if layout == Layout.CPU_VEC:
             pools[KEYS], pools[VALUES] = planes_of(kv_caches, block_size=geometry["block_size"])
-        return cls(pools, layout != Layout.ROWS)
+        return cls(pools, _indices(kv_caches), layout != Layout.ROWS)
 
     @property
     def whole(self) -> PagePool:
@@ -50,6 +52,15 @@ class Caches:
         if self.opaque and block_size != self.whole.spec.page_size:
             return KEYS, VALUES
         return (WHOLE,)
+
+    def num_tokens(self, end: str, block_ids: list[int], num_tokens: int) -> int:
+        """How many tokens are said to be in the blocks of a prompt: all that fit, where a block cannot be cut."""
+        return len(block_ids) * self.whole.spec.page_size if end == WHOLE and self.opaque else num_tokens
+
+    def layers_of(self, end: str) -> Mapping[str, range]:
+        """The layers of a pool that belong to each of vLLM's: of planes there is one for each head."""
+        count = 1 if end == WHOLE else self.whole.spec.num_heads
+        return {name: range(index * count, (index + 1) * count) for name, index in self.names.items()}
 
     def close(self) -> None:
         """Deregisters the memory."""
@@ -149,10 +160,23 @@ def _layers(kv_caches: Mapping[str, Any], *, block_size: int) -> list[Any]:
                 field=f"kv_caches[{name!r}].shape[2]",
                 value=tensor.shape[2],
             )
-        tensors.setdefault((_address(tensor), tuple(tensor.shape)), tensor)
+        tensors.setdefault(_identity(tensor), tensor)
     if not tensors:
         raise GeometryError("must have a tensor for each layer", field="kv_caches", value={})
     return list(tensors.values())
+
+
+def _indices(kv_caches: Mapping[str, Any]) -> dict[str, int]:
+    """The number of each layer in `_layers`."""
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    return {
+        name: numbers.setdefault(_identity(kv_caches[name]), len(numbers)) for name in sorted(kv_caches, key=_numbers)
+    }
+
+
+def _identity(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    """The same for layers that share a tensor."""
+    return _address(tensor), tuple(tensor.shape)
 
 
 def _dtype(array: Any) -> str:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from hurray_rdma.control import parse_address
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["ConnectorConfig"]
+__all__ = ["ConnectorConfig", "Mode"]
 
 _MAX_PORT = 65535
+
+
+class Mode(StrEnum):
+    """Which side moves the pages; the same on both."""
+
+    PULL = "pull"
+    """Decode reads them once it has blocks for them."""
+    PUSH = "push"
+    """Prefill writes them layer by layer while it computes the end of the prompt, into blocks that decode has ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +33,8 @@ class ConnectorConfig:
         ConfigError: a value is out of range.
     """
 
+    mode: str = Mode.PULL
+    """``pull`` or ``push``, as of `Mode`."""
     host: str = "127.0.0.1"
     """Address to listen on, and what the other side is told to connect to."""
     advertise: str | None = None
@@ -33,6 +46,9 @@ class ConnectorConfig:
     """Where the shared secret of all instances is that exchange pages. In a file, since vLLM logs all settings."""
     allow_unauthenticated: bool = False
     """As of `hurray_rdma.Engine`."""
+    push_to: Sequence[str] = ()
+    """``host:port`` of each decode worker that a prefill side may push to: a request names them, and clients can write
+    requests; the token is shown to no other."""
     lease_s: float = 60.0
     """How long the prefill side keeps blocks that nobody asks for."""
     timeout_s: float = 30.0
@@ -47,6 +63,12 @@ class ConnectorConfig:
     the whole process: with Python's own 5 ms each step of a hand-over waits so long). A shorter one stays."""
 
     def __post_init__(self) -> None:
+        if self.mode not in tuple(Mode):
+            raise ConfigError(f"must be one of {[str(mode) for mode in Mode]}", field="mode", value=self.mode)
+        for address in self.push_to:
+            if not isinstance(address, str):
+                raise ConfigError("must be of strings", field="push_to", value=type(address).__name__)
+            parse_address(address)
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"must be from 0 to {_MAX_PORT}", field="port", value=self.port)
         for name in ("lease_s", "timeout_s", "peer_timeout_s", "switch_interval_s"):
@@ -90,6 +112,28 @@ class ConnectorConfig:
             raise ConfigError(f"must be at most {_MAX_PORT - worker}: worker {worker}", field="port", value=self.port)
         return self.port + worker if self.port else 0
 
+    @property
+    def pushes(self) -> bool:
+        """Whether prefill writes."""
+        return self.mode == Mode.PUSH
+
+    def check_role(self, *, produces: bool) -> None:
+        """Whether an instance can do what it is there for.
+
+        Args:
+            produces: it computes prompts for others.
+
+        Raises:
+            ConfigError: it pushes, and may push to nobody.
+        """
+        if self.pushes and produces and not self.push_to:
+            raise ConfigError(
+                "is empty: in push mode prefill writes to nobody else",
+                field="push_to",
+                value=list(self.push_to),
+                fix='List each decode worker there as "host:port", and give the decode side a fixed port',
+            )
+
     def secret(self) -> str | None:
         """The token; None is none.
 
@@ -107,4 +151,4 @@ class ConnectorConfig:
         return token
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,), "Sequence[str]": (list,)}

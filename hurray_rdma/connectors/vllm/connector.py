@@ -48,7 +48,8 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, self._parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._config = ConnectorConfig.from_extra(transfer.kv_connector_extra_config)
-        self._listens = transfer.is_kv_producer
+        self._config.check_role(produces=transfer.is_kv_producer)
+        self._listens = transfer.is_kv_consumer if self._config.pushes else transfer.is_kv_producer
         self._block_size = int(vllm_config.cache_config.block_size)
         check_instance(vllm_config.parallel_config, kv_cache_config.kv_cache_groups)
         self._caches: Caches | None = None
@@ -64,6 +65,8 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
                 tp_size=self._parallel.tensor_parallel_size,
                 lease_s=self._config.lease_s,
                 token=self._config.secret(),
+                pushes=self._config.pushes,
+                push_to=self._config.push_to,
                 block_ids_of=lambda request_id: list(self._kv_cache_manager.get_block_ids(request_id)[0]),
             )
 
@@ -87,7 +90,9 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
         self._scheduling().allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
-        return self._scheduling().take_step(scheduler_output.num_scheduled_tokens)
+        return self._scheduling().take_step(
+            scheduler_output.num_scheduled_tokens, preempted=scheduler_output.preempted_req_ids or ()
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling().received(connector_output.finished_recving or ())
@@ -125,9 +130,16 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
     def get_handshake_metadata(self) -> Handshake:
         return Handshake(self._working().address)
 
+    def handle_preemptions(self, kv_connector_metadata: Step) -> None:
+        """Before the step that may write into their blocks."""
+        for request_id, keep in kv_connector_metadata.preempted.items():
+            self._working().withdraw(request_id, keep=keep)
+
     def bind_connector_metadata(self, connector_metadata: Step) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._step = connector_metadata
+        if self._worker is not None:
+            self._worker.push(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._working().begin(self._step)
@@ -136,7 +148,10 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
         """Loads end between steps."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Pages are read from where they are."""
+        """Lets the layer go out, where it is pushed."""
+        if self._step.publish and self._caches is not None:
+            cuda = self._caches.whole.device != "cpu"
+            self._working().layer_computed(layer_name, torch.cuda.current_stream() if cuda else None)
 
     def wait_for_save(self) -> None:
         """The step's pages are computed."""

@@ -1,8 +1,9 @@
 """What two vLLM instances tell each other of a request, through `kv_transfer_params` and whatever proxy carries them.
 
 They pass through clients' hands, and say where to connect to, which is where the engine shows its token: so whoever has
-a token signs them, and whoever has one believes only what is signed. Knows the keys and their rules; what else a proxy
-adds is left alone. Knows no vLLM.
+a token signs them, and whoever has one believes only what is signed. In push mode a proxy makes them, and prefill
+connects only to where its own settings allow. Knows the keys and their rules; what else a proxy adds is left alone.
+Knows no vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from hurray_rdma.control import parse_address
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["Layout", "RemotePrefill", "wants_remote_decode", "wants_remote_prefill"]
+__all__ = ["Layout", "PushTarget", "PushedPrefill", "RemotePrefill", "wants_remote_decode", "wants_remote_prefill"]
 
 
 _SIGNED = b"hurray_rdma: kv_transfer_params of RemotePrefill, 1\n"
@@ -119,6 +120,64 @@ class RemotePrefill:
         """HMAC-SHA256 of all fields."""
         said = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
         return hmac.new(token.encode(), _SIGNED + said, hashlib.sha256).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushTarget:
+    """Where the pages of a prompt are pushed: what a proxy gives the prefill side in push mode."""
+
+    key: str
+    """The proxy's name for the hand-over, its own for each; the decode side is given the same."""
+    addresses: tuple[str, ...]
+    """``host:port`` of each tensor-parallel worker of the decode side."""
+    block_size: int
+    """Tokens of a block there."""
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], /, *, block_size: int) -> PushTarget:
+        """From a request's `kv_transfer_params`.
+
+        Args:
+            params: whatever came over the network.
+            block_size: of this side, where they do not say what the other's is.
+
+        Raises:
+            ConfigError: a key is missing, of another type or out of range.
+        """
+        return cls(
+            key=_taken(params, "remote_request_id", str),
+            addresses=_addresses(params),
+            block_size=_positive({"remote_block_size": block_size, **params}, "remote_block_size"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushedPrefill:
+    """A prompt whose pages the other side pushes: what a proxy gives the decode side in push mode."""
+
+    key: str
+    num_tokens: int
+    """Of the prompt."""
+    block_size: int
+    """Tokens of a block there."""
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], /, *, num_tokens: int, block_size: int) -> PushedPrefill:
+        """From a request's `kv_transfer_params`.
+
+        Args:
+            params: whatever came over the network.
+            num_tokens: of the request's prompt.
+            block_size: as of `PushTarget.from_params`.
+
+        Raises:
+            ConfigError: a key is missing, of another type or out of range.
+        """
+        return cls(
+            key=_taken(params, "remote_request_id", str),
+            num_tokens=num_tokens,
+            block_size=_positive({"remote_block_size": block_size, **params}, "remote_block_size"),
+        )
 
 
 def _addresses(params: Mapping[str, Any]) -> tuple[str, ...]:

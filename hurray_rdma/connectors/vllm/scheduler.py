@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from hurray_rdma.connectors.vllm.handoff import Layout, RemotePrefill, wants_remote_decode, wants_remote_prefill
+from hurray_rdma.connectors.vllm.handoff import (
+    Layout,
+    PushedPrefill,
+    PushTarget,
+    RemotePrefill,
+    wants_remote_decode,
+    wants_remote_prefill,
+)
 from hurray_rdma.connectors.vllm.steps import Load, Publish, Step
+from hurray_rdma.control import parse_address
 from hurray_rdma.errors import ConfigError
 
 __all__ = ["Request", "SchedulerSide"]
@@ -38,7 +47,8 @@ class SchedulerSide:
         layout: what is inside one, as of `Layout`.
         model: what the cache is of; the other instance must have the same.
         tp_size: tensor-parallel workers of this instance.
-        lease_s: as of `ConnectorConfig`.
+        lease_s, pushes: as of `ConnectorConfig`.
+        push_to: as of `ConnectorConfig`; others are refused.
         token: of all instances; None is none.
         block_ids_of: the blocks that a running request has.
     """
@@ -52,6 +62,8 @@ class SchedulerSide:
         tp_size: int,
         lease_s: float,
         token: str | None,
+        pushes: bool = False,
+        push_to: Sequence[str] = (),
         block_ids_of: Callable[[str], list[int]],
     ) -> None:
         self._block_size = block_size
@@ -60,11 +72,15 @@ class SchedulerSide:
         self._tp_size = tp_size
         self._lease_s = lease_s
         self._token = token
+        self._pushes = pushes
+        self._push_to = {parse_address(address) for address in push_to}
         self._block_ids_of = block_ids_of
         self._instance = uuid.uuid4().hex
         self._addresses: tuple[str, ...] = ()
         self._prefilling: dict[str, Request] = {}
         self._published: set[str] = set()
+        self._just_finished: set[str] = set()
+        """Of those that were published: since the last step was put together."""
         self._loading: set[str] = set()
         self._held: set[str] = set()
         self._step = Step()
@@ -79,7 +95,7 @@ class SchedulerSide:
             # Its pages go over as soon as the prompt is computed; what came after it would be computed twice.
             request.max_tokens = 1
         remote, _ = self._remote(request)
-        if remote is not None:
+        if isinstance(remote, RemotePrefill):
             self._held.add(request.request_id)
             self._step.hold[request.request_id] = remote
 
@@ -114,16 +130,34 @@ class SchedulerSide:
         elif remote is not None:
             self._step.decline.append(remote)
 
-    def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> Step:
-        """What the workers are to do in the step that was just put together."""
+    def take_step(self, num_scheduled_tokens: Mapping[str, int], *, preempted: Iterable[str] = ()) -> Step:
+        """What the workers are to do in the step that was just put together.
+
+        Args:
+            num_scheduled_tokens: by request.
+            preempted: requests whose blocks were taken away since the step before, and may be written to in this one.
+        """
+        for request_id in preempted:  # after a step that publishes them was put together
+            if request_id in self._published:
+                self._published.remove(request_id)
+                self._step.preempted[request_id] = False
+            elif request_id in self._just_finished:
+                self._step.preempted[request_id] = True
+        self._just_finished.clear()
         for request_id, request in list(self._prefilling.items()):
             count = num_scheduled_tokens.get(request_id, 0)
             if count and request.num_computed_tokens + count >= request.num_prompt_tokens:
                 num_tokens = request.num_prompt_tokens
                 block_ids = self._block_ids_of(request_id)[: -(-num_tokens // self._block_size)]
-                self._step.publish.append(Publish(request_id, self._key(request_id), block_ids, num_tokens))
-                self._published.add(request_id)
                 del self._prefilling[request_id]
+                target, refusal = self._target(request)
+                if refusal:
+                    _log.warning("request %s is not pushed: %s", request_id, refusal)
+                    self._step.num_refused += 1
+                    continue
+                key = self._key(request_id) if target is None else self._pushed_key(target.key)
+                self._step.publish.append(Publish(request_id, key, block_ids, num_tokens, target))
+                self._published.add(request_id)
         step, self._step = self._step, Step()
         return step
 
@@ -152,9 +186,18 @@ class SchedulerSide:
         if request_id not in self._published:
             return False, None
         self._published.remove(request_id)
+        self._just_finished.add(request_id)
         if not complete:
             self._step.retire.append(request_id)
             return True, None
+        target, _ = self._target(request)
+        if target is not None:
+            return True, {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_request_id": target.key,
+                "remote_block_size": self._block_size,
+            }
         remote = RemotePrefill(
             key=self._key(request_id),
             addresses=self._addresses,
@@ -170,26 +213,61 @@ class SchedulerSide:
         """Request IDs come again after a restart."""
         return f"{self._instance}/{request_id}"
 
+    def _pushed_key(self, key: str) -> str:
+        """The two sides make the same of a proxy's key only where they fit together: what another model's instance
+        pushes is never expected."""
+        return f"{key} of {self._model}, {self._layout}"
+
+    def _target(self, request: Request) -> tuple[PushTarget | None, str]:
+        """Where a prompt is pushed, None where it is read; and why it cannot be."""
+        if not self._pushes:
+            return None, ""
+        try:
+            target = PushTarget.from_params(request.kv_transfer_params or {}, block_size=self._block_size)
+            if len(target.addresses) != self._tp_size:
+                raise ConfigError(
+                    f"must be the {self._tp_size} workers of this side",
+                    field="len(remote_addresses)",
+                    value=len(target.addresses),
+                )
+            for address in target.addresses:
+                if parse_address(address) not in self._push_to:
+                    raise ConfigError("is not one of push_to", field="remote_addresses", value=address)
+        except ConfigError as error:
+            return None, str(error)
+        return target, ""
+
+    def _pushed(self, request: Request, params: Mapping[str, Any]) -> PushedPrefill:
+        """What the other side pushes.
+
+        Raises:
+            ConfigError: as of `PushedPrefill.from_params`.
+        """
+        pushed = PushedPrefill.from_params(params, num_tokens=request.num_prompt_tokens, block_size=self._block_size)
+        return replace(pushed, key=self._pushed_key(pushed.key))
+
     def _release_hold(self, request_id: str) -> None:
         if request_id in self._held:
             self._held.remove(request_id)
             self._step.hold.pop(request_id, None)
             self._step.unhold.append(request_id)
 
-    def _remote(self, request: Request) -> tuple[RemotePrefill | None, str]:
+    def _remote(self, request: Request) -> tuple[RemotePrefill | PushedPrefill | None, str]:
         """Where the pages of its prompt are, or why they cannot be had."""
         params = request.kv_transfer_params
         if not wants_remote_prefill(params):
             return None, ""
         assert params is not None
         try:
+            if self._pushes:
+                return self._pushed(request, params), ""
             remote = RemotePrefill.from_params(params, token=self._token)
             self._check(remote, request)
         except ConfigError as error:
             return None, str(error)
         return remote, ""
 
-    def _unread(self, request: Request) -> RemotePrefill | None:
+    def _unread(self, request: Request) -> RemotePrefill | PushedPrefill | None:
         """What the other side keeps for a request that never had blocks. vLLM brings those that it refuses before they
         are requests with another prompt, so that it does not count how long that is."""
         params = request.kv_transfer_params
@@ -197,6 +275,8 @@ class SchedulerSide:
             return None
         assert params is not None
         try:
+            if self._pushes:
+                return self._pushed(request, params)
             remote = RemotePrefill.from_params(params, token=self._token)
             self._check_instance(remote)
         except ConfigError:

@@ -12,7 +12,7 @@ from hurray_rdma.connectors.vllm.worker import Ended
 
 __all__ = ["HurrayPromMetrics", "HurrayStats", "stats_of"]
 
-_LISTS = ("seconds", "nbytes", "num_pages", "num_resident")
+_LISTS = ("seconds", "moving_seconds", "nbytes", "num_pages", "num_resident")
 
 
 class HurrayStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not there when types are checked
@@ -61,6 +61,7 @@ def stats_of(ended: Ended) -> HurrayStats | None:
     stats = HurrayStats()
     for transfer in ended.transfers:
         stats.data["seconds"].append(transfer.seconds)
+        stats.data["moving_seconds"].append(transfer.write_seconds)
         stats.data["nbytes"].append(transfer.sent_nbytes)
         stats.data["num_pages"].append(transfer.num_pages)
         stats.data["num_resident"].append(transfer.num_resident)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hurray_rdma.connectors.vllm.handoff import RemotePrefill
+from hurray_rdma.connectors.vllm.handoff import PushedPrefill, PushTarget, RemotePrefill
 
 __all__ = ["Handshake", "Load", "Publish", "Step"]
 
@@ -25,6 +25,8 @@ class Publish:
     key: str
     block_ids: list[int]
     num_tokens: int
+    push_to: PushTarget | None = None
+    """Where it is pushed; None where the other side reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Load:
     """A prompt for which blocks were found."""
 
     request_id: str
-    remote: RemotePrefill | None
+    remote: RemotePrefill | PushedPrefill | None
     """None where it was refused."""
     refusal: str
     """Why."""
@@ -49,10 +51,15 @@ class Step:
     publish: list[Publish] = field(default_factory=list)
     retire: list[str] = field(default_factory=list)
     """Requests whose publication nobody is to begin to read any more."""
+    preempted: dict[str, bool] = field(default_factory=dict)
+    """Requests whose publication or push must have ended before anything is computed, since their blocks are others' by
+    now; and whether vLLM is still to be told that they were sent."""
+    num_refused: int = 0
+    """Prompts that were to be pushed, and are not."""
     load: list[Load] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
     """Requests whose load is not wanted any more."""
-    decline: list[RemotePrefill] = field(default_factory=list)
+    decline: list[RemotePrefill | PushedPrefill] = field(default_factory=list)
     """Prompts of which nothing will be read, so that the other side can free them."""
     hold: dict[str, RemotePrefill] = field(default_factory=dict)
     """Requests that wait for blocks."""
