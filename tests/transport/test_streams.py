@@ -99,10 +99,11 @@ def test_failed_kernels_are_told_and_end_the_watch() -> None:
 def test_the_thread_ends_with_the_last_event_and_starts_again() -> None:
     driver = RecordedDriver()
     watch, told = StreamWatch(driver), queue.SimpleQueue[HurrayError | None]()
+    others = set(threading.enumerate())
     for _ in range(3):
         watch.mark(1, index=0, told=told.put)
         assert told.get(timeout=10) is None
-        for thread in threading.enumerate():
+        for thread in set(threading.enumerate()) - others:
             if thread.name == "hurray-streams":
                 thread.join(timeout=10)
                 assert not thread.is_alive()
