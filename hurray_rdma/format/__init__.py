@@ -13,7 +13,6 @@ from hurray_rdma.format.codec import (
     descriptor_length,
     encode,
     encode_many,
-    encode_marked,
     encode_tensors,
     mark_tensors,
 )
@@ -99,7 +98,6 @@ __all__ = [
     "element_type_of",
     "encode",
     "encode_many",
-    "encode_marked",
     "encode_quantization",
     "encode_tensors",
     "iter_descriptors",

@@ -6,7 +6,7 @@ Every read goes through the bounded cursor; any bytes give a `Descriptor` or a `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from struct import Struct
 
 from hurray_rdma.errors import DescriptorError
@@ -35,7 +35,6 @@ __all__ = [
     "descriptor_length",
     "encode",
     "encode_many",
-    "encode_marked",
     "encode_tensors",
     "mark_tensors",
 ]
@@ -280,7 +279,7 @@ def encode_tensors(
     Raises:
         DescriptorError: as `encode`, or a role or layer is out of range.
     """
-    return encode_marked(first, mark_tensors(tensors), dialect=dialect)
+    return mark_bytes(encode(first, dialect=dialect), mark_tensors(tensors))
 
 
 def mark_tensors(tensors: Iterable[tuple[KvRole | str, int | None]]) -> tuple[bytes, ...]:
@@ -298,22 +297,6 @@ def mark_tensors(tensors: Iterable[tuple[KvRole | str, int | None]]) -> tuple[by
         check_tensor(kv_role, layer)
         marks.append(_ROLE_AND_LAYER.pack(kv_role, U32 if layer is None else layer))
     return tuple(marks)
-
-
-def encode_marked(
-    first: Descriptor, marks: Sequence[bytes], *, dialect: Dialect | DialectName = Dialect.ADR_024
-) -> bytes:
-    """`encode_tensors`, of tensors that were marked before: a few nanoseconds for each.
-
-    Args:
-        first: what they share; its own role and layer do not count.
-        marks: of each tensor, in order, as of `mark_tensors`.
-        dialect: as in `encode`.
-
-    Raises:
-        DescriptorError: as `encode`.
-    """
-    return mark_bytes(encode(first, dialect=dialect), marks)
 
 
 def _same_but_tensor(a: Descriptor, b: Descriptor) -> bool:

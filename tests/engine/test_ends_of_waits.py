@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from hurray_rdma import Engine, PagePool
 from hurray_rdma.engine import exchange
 from hurray_rdma.engine.mover import Mover
-from hurray_rdma.engine.peer import Peer
 from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, TransferAbortedError, TransportError
 from hurray_rdma.transport import Context
@@ -113,61 +113,53 @@ def test_quiet_is_said_at_once_although_the_application_has_not_heard_of_the_end
     run(job())
 
 
+@contextlib.asynccontextmanager
 async def one_layer_left(
-    source: PagePool, peer: Peer, driver: RecordedDriver, timeout_s: float
-) -> tuple[Transfer, asyncio.Task[None], asyncio.Task[None]]:
-    """A transfer, a task that waits for a layer's work, which never ends, and one that has left the block."""
-    transfer = peer.begin(snapshot_of(source, [1, 2]), key="k", timeout_s=timeout_s)
-    await transfer.__aenter__()
-    await transfer.send_layer(0)
-    sending = asyncio.create_task(transfer.send_layer(1, stream=Stream()))
-    await recorded(driver)
-    leaving = asyncio.create_task(transfer.__aexit__(None, None, None))
-    await asyncio.sleep(0)
-    return transfer, sending, leaving
+    timeout_s: float,
+) -> AsyncIterator[tuple[PagePool, Transfer, asyncio.Task[None], asyncio.Task[None]]]:
+    """The receiving pool, a transfer, a task that waits for a layer's work, which never ends, and one that has left the
+    block."""
+    driver, context = RecordedDriver(passed_after=NEVER), Context()
+    context.__dict__["driver"] = driver
+    with make_pool(SPEC, 8, context=context) as source, make_pool(SPEC, 8, context=context) as dest:
+        async with (
+            Engine(dest, listen="127.0.0.1:0") as receiver,
+            Engine(source) as sender,
+            sender.connect(receiver.address) as peer,
+        ):
+            transfer = peer.begin(snapshot_of(source, [1, 2]), key="k", timeout_s=timeout_s)
+            await transfer.__aenter__()
+            await transfer.send_layer(0)
+            sending = asyncio.create_task(transfer.send_layer(1, stream=Stream()))
+            await recorded(driver)
+            leaving = asyncio.create_task(transfer.__aexit__(None, None, None))
+            await asyncio.sleep(0)
+            yield dest, transfer, sending, leaving
 
 
 def test_who_waits_for_a_layer_hears_that_the_wait_for_the_end_was_cancelled() -> None:
-    driver, context = RecordedDriver(passed_after=NEVER), Context()
-    context.__dict__["driver"] = driver
-
     async def job() -> None:
-        with make_pool(SPEC, 8, context=context) as source, make_pool(SPEC, 8, context=context) as dest:
-            async with (
-                Engine(dest, listen="127.0.0.1:0") as receiver,
-                Engine(source) as sender,
-                sender.connect(receiver.address) as peer,
-            ):
-                _, sending, leaving = await one_layer_left(source, peer, driver, 600)
-                leaving.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await leaving
-                with pytest.raises(TransferAbortedError, match="the acknowledgement of 'k' was cancelled"):
-                    await sending
-                await settled(dest, 8, 0, 0)
+        async with one_layer_left(600) as (dest, _, sending, leaving):
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            with pytest.raises(TransferAbortedError, match="the acknowledgement of 'k' was cancelled"):
+                await sending
+            await settled(dest, 8, 0, 0)
 
     run(job())
 
 
 def test_a_wait_that_takes_too_long_is_the_end_of_the_whole_transfer() -> None:
-    driver, context = RecordedDriver(passed_after=NEVER), Context()
-    context.__dict__["driver"] = driver
-
     async def job() -> None:
-        with make_pool(SPEC, 8, context=context) as source, make_pool(SPEC, 8, context=context) as dest:
-            async with (
-                Engine(dest, listen="127.0.0.1:0") as receiver,
-                Engine(source) as sender,
-                sender.connect(receiver.address) as peer,
-            ):
-                transfer, sending, leaving = await one_layer_left(source, peer, driver, 3)
-                sending.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await sending
-                with pytest.raises(DeadlineExceededError, match="the acknowledgement for 'k' did not come in time"):
-                    await leaving
-                with pytest.raises(DeadlineExceededError, match="the acknowledgement for 'k' did not come in time"):
-                    await transfer.send_rest()
-                await settled(dest, 8, 0, 0)
+        async with one_layer_left(3) as (dest, transfer, sending, leaving):
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            with pytest.raises(DeadlineExceededError, match="the acknowledgement for 'k' did not come in time"):
+                await leaving
+            with pytest.raises(DeadlineExceededError, match="the acknowledgement for 'k' did not come in time"):
+                await transfer.send_rest()
+            await settled(dest, 8, 0, 0)
 
     run(job())

@@ -19,9 +19,9 @@ from hurray_rdma.format import (
     descriptor_length,
     encode,
     encode_many,
-    encode_marked,
     encode_tensors,
     iter_descriptors,
+    mark_bytes,
     mark_tensors,
 )
 
@@ -58,7 +58,7 @@ def test_encode_tensors_is_encode_many_of_them(dialect: str) -> None:
     named = [(role.wire_name, layer) for role, layer in tensors]
     assert encode_tensors(ONE, iter(named), dialect=dialect) == expected  # type: ignore[arg-type]
     assert encode_tensors(ONE, []) == b""
-    assert encode_marked(ONE, mark_tensors(named), dialect=dialect) == expected  # type: ignore[arg-type]
+    assert mark_bytes(encode(ONE, dialect=dialect), mark_tensors(named)) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
