@@ -13,6 +13,7 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import TypeAlias, cast
 
 from hurray_rdma.control.address import Address
@@ -273,6 +274,14 @@ def _tls_failed(error: ssl.SSLError, peer: Address) -> AuthenticationError:
     )
 
 
+def _is_literal(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 async def _connect(
     make_channel: Callable[[], Channel], address: Address, ssl_context: ssl.SSLContext | None, hostname: str | None
 ) -> Channel:
@@ -283,7 +292,8 @@ async def _connect(
             address.port,
             ssl=ssl_context,
             server_hostname=hostname,
-            happy_eyeballs_delay=0.25,
+            # Only names have several addresses to race; cancelled in a race, asyncio leaves a connected socket open.
+            happy_eyeballs_delay=None if _is_literal(address.host) else 0.25,
         )
     except TimeoutError:
         raise

@@ -60,14 +60,14 @@ class _Copy:
 class _Cache:
     num_free: int
     headroom: int
-    latest: dict[int, _Copy] = field(default_factory=dict)
-    """By block: the copy that was completed last."""
+    complete: dict[int, list[_Copy]] = field(default_factory=dict)
+    """By block: its copies, in the order in which they came to be complete."""
     idle: OrderedDict[_Copy, None] = field(default_factory=OrderedDict)
     """Kept and without users, from the one used longest ago."""
 
     def find(self, block: int) -> _Copy | None:
-        copy = self.latest.get(block)
-        return copy if copy is not None and copy.holders else None
+        """The one that was completed last, of those that somebody holds still."""
+        return next((copy for copy in reversed(self.complete.get(block, ())) if copy.holders), None)
 
     def drop(self, copy: _Copy) -> None:
         copy.holders -= 1
@@ -117,7 +117,8 @@ def check_services(work: Work, services: Sequence[Service]) -> tuple[int, list[s
             for copy in held[at]:
                 copy.holders += 1
         elif kind == _COMPLETED:
-            cache.latest.update((copy.block, copy) for copy in written.pop(at))
+            for copy in written.pop(at):
+                cache.complete.setdefault(copy.block, []).append(copy)
         elif kind == _SEEN:
             for copy in held[at][:num_full]:
                 copy.users += 1

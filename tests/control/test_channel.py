@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -874,3 +876,24 @@ def test_what_a_handler_raises_at_the_very_end_is_raised_too(how: str, make_conf
         await alone()
 
     run(main())
+
+
+def test_whenever_a_connect_is_cancelled_its_socket_is_closed(make_config: Callable[..., SessionConfig]) -> None:
+    async def job() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            for num_turns in range(30):  # of the loop: from before the socket is made until it waits for words
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    opening = asyncio.create_task(
+                        open_channel(*mute.getsockname(), make_config(), timeout_s=10, on_event=lambda _: None)
+                    )
+                    for _ in range(num_turns):
+                        await asyncio.sleep(0)
+                    opening.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await opening
+                    del opening
+                    gc.collect()
+                assert [str(each.message) for each in told] == [], num_turns
+
+    asyncio.run(job())

@@ -68,6 +68,19 @@ def test_a_history_by_hand_is_found_right() -> None:
     assert check_services(work, services[::-1]) == (3, [])  # times order them, not their places
 
 
+def test_an_older_copy_stands_in_once_the_newest_is_gone() -> None:
+    """Two requests bring block 0 at a time; the newer copy is given up while the request with the older one lasts."""
+    # The largest request, which is not served here, makes the headroom 4.
+    work = work_of(line([0]), line([0]), line([7]), line([0]), line([10, 11, 12, 13]), decode_pages=6)
+    services = [
+        service(0, (1, 2, 5, 20), [0], (5, 4)),
+        service(1, (3, 4, 6, 7), [0], (4, 4)),
+        service(2, (8, 9, 10, 11), [0], (4, 4)),  # seen: the copy of request 1 goes,
+        service(3, (12, 13, 14, 15), [1], (4, 4)),  # finds that of request 0
+    ]
+    assert check_services(work, services) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("at", "change", "told"),
     [
