@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import IPv6Address
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["MachineFacts", "choose_cores", "machine_facts", "own_addresses", "read_text", "spare_core"]
+__all__ = ["MachineFacts", "choose_cores", "machine_facts", "on_core", "own_addresses", "read_text", "spare_core"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,22 @@ def choose_cores() -> tuple[int, int] | None:
 
 
 def spare_core() -> int | None:
-    """A core for somebody else than the two processes: the third, or the receiver's where there are two."""
+    """A core for somebody else than the two processes: the third, or the second where there are two (`on_core`)."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[min(2, len(cores) - 1)] if len(cores) >= 2 else None
+
+
+@contextlib.contextmanager
+def on_core(pid: int, core: int) -> Iterator[None]:
+    """Has all threads of a process share another core meanwhile."""
+    before = {thread: os.sched_getaffinity(thread) for thread in map(int, os.listdir(f"/proc/{pid}/task"))}
+    for thread in before:
+        os.sched_setaffinity(thread, {core})
+    try:
+        yield
+    finally:
+        for thread, cores in before.items():
+            os.sched_setaffinity(thread, cores)
 
 
 def own_addresses(*, ipv6: bool) -> list[str]:

@@ -364,7 +364,9 @@ class Engine:
     def _own_pool(self, pool: PagePool | None) -> PagePool:
         return next(iter(self._own_pools.values())) if pool is None else pool
 
-    async def receive(self, key: str, placement: Placement, *, timeout_s: float | None = None) -> Arrival:
+    async def receive(
+        self, key: str, placement: Placement, *, timeout_s: float | None = None, wait_s: float | None = None
+    ) -> Arrival:
         """`expect` that waits for the arrival and until every page is in place; it does not come by `arrivals`.
 
         Release it. If this raises, or is cancelled, no sender can write into the pages any more.
@@ -373,6 +375,7 @@ class Engine:
             key, placement: as of `expect`.
             timeout_s: for the offer and the pages; None is the engine's. The end of a transfer that is under way then
                 takes its time.
+            wait_s: for the offer alone, where its sender may be busy for long; ``timeout_s`` begins with it then.
 
         Raises:
             ConfigError: as of `expect`.
@@ -380,7 +383,8 @@ class Engine:
             HurrayError: the transfer failed or was aborted.
         """
         receiver = self._receiving().receiver_into(placement.pool)
-        return await receive(receiver, key, placement, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return await receive(receiver, key, placement, timeout_s=timeout_s, wait_s=wait_s)
 
     # Pull.
 

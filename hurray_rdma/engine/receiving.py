@@ -12,14 +12,19 @@ from hurray_rdma.errors import DeadlineExceededError
 __all__ = ["receive"]
 
 
-async def receive(receiver: Receiver, key: str, placement: Placement, *, timeout_s: float) -> Arrival:
+async def receive(
+    receiver: Receiver, key: str, placement: Placement, *, timeout_s: float, wait_s: float | None
+) -> Arrival:
     """As `Engine.receive`."""
-    come: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    come: asyncio.Future[Arrival] = loop.create_future()
     receiver.expect(key, placement, take=come.set_result)
     arrival: Arrival | None = None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s if wait_s is None else wait_s) as limit:
             await asyncio.wait((come,))  # which leaves the future alone, whatever becomes of the wait
+            if wait_s is not None:
+                limit.reschedule(loop.time() + timeout_s)
             arrival = come.result()
             await arrival.settled()
             return arrival
@@ -28,8 +33,12 @@ async def receive(receiver: Receiver, key: str, placement: Placement, *, timeout
         if come.done():
             await _ended(come.result(), f"the receiver gave up: {type(error).__name__}")
         if isinstance(error, TimeoutError):
+            if come.done() or wait_s is None:
+                field, limit_s = "timeout_s", timeout_s
+            else:
+                field, limit_s = "wait_s", wait_s
             rule = f"the pages of {key!r} did not arrive in time" if come.done() else f"nobody offered {key!r} in time"
-            raise DeadlineExceededError(rule, field="timeout_s", value=timeout_s) from None
+            raise DeadlineExceededError(rule, field=field, value=limit_s) from None
         raise
 
 

@@ -7,6 +7,8 @@ confirmation, NixlConnector's from posting its reads to their end; "moving" is t
 reads themselves. Time to first token is the decode side's, vLLM's own steps included. Where prefill pushes, decode asks
 first, and its time to first token and the transfer include prefill's step. All texts are compared with those of one
 instance alone.
+
+NixlConnector's threads keep cores busy while nothing is asked of them: its pair is stopped while others are measured.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import statistics
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +87,7 @@ def compare(model: str, connectors: list[str], lengths: list[int], *, rounds: in
         for pair in pairs.values():
             for instance in pair:
                 instance.ready()
+        running.enter_context(_asleep(pairs.get(NIXL, ())))
         figures: list[Figures] = []
         for length in lengths:
             prompt = _prompt(length)
@@ -90,9 +95,36 @@ def compare(model: str, connectors: list[str], lengths: list[int], *, rounds: in
             now = {name: Figures(name, alone["tokens"], alone["text"], True) for name in connectors}
             for at in range(rounds + 1):  # the first connects, and computes the prompt
                 for name, (prefill, decode) in pairs.items():
-                    _round(prefill, decode, prompt, now[name], counts=at > 0)
+                    with _awake(name, prefill, decode):
+                        _round(prefill, decode, prompt, now[name], counts=at > 0)
             figures += now.values()
         return figures
+
+
+@contextlib.contextmanager
+def _asleep(pair: Sequence[Instance]) -> Iterator[None]:
+    _signal(pair, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(pair, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _awake(connector: str, *pair: Instance) -> Iterator[None]:
+    if connector != NIXL:
+        yield
+        return
+    _signal(pair, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        _signal(pair, signal.SIGSTOP)
+
+
+def _signal(pair: Sequence[Instance], number: signal.Signals) -> None:
+    for instance in pair:
+        instance.signal(number)
 
 
 def _round(prefill: Instance, decode: Instance, prompt: str, figures: Figures, *, counts: bool) -> None:

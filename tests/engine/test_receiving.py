@@ -61,6 +61,30 @@ def test_what_nobody_offers_is_not_expected_any_more(end: str) -> None:
     run(job())
 
 
+def test_the_time_of_a_push_begins_with_its_offer_where_that_may_take_long() -> None:
+    async def job() -> None:
+        async with pair() as (mine, engine, theirs, peer):
+            placement, snapshot = Placement(mine, [6, 0, 4]), snapshot_of(theirs, [3, 1, 7])
+            receiving = asyncio.create_task(engine.receive("mine", placement, timeout_s=1.0, wait_s=20))
+            await asyncio.sleep(1.2)  # past timeout_s, with nothing offered
+            assert not receiving.done()
+            await peer.send(snapshot, key="mine")
+            (await receiving).release()
+            with pytest.raises(DeadlineExceededError, match="nobody offered") as caught:
+                await engine.receive("mine", placement, timeout_s=20, wait_s=0.1)
+            assert (caught.value.field, caught.value.value) == ("wait_s", 0.1)
+            late = asyncio.create_task(engine.receive("mine", placement, timeout_s=0.5, wait_s=20))
+            with pytest.raises(TransferAbortedError, match="the receiver gave up"):
+                async with peer.begin(snapshot, key="mine") as transfer:
+                    with pytest.raises(DeadlineExceededError, match="did not arrive") as caught:
+                        await late
+                    assert (caught.value.field, caught.value.value) == ("timeout_s", 0.5)
+                    await transfer.send_rest()
+            assert counts(mine) == (0, 8, 0)
+
+    run(job())
+
+
 @pytest.mark.parametrize("end", ["deadline", "cancel"])
 def test_a_push_under_way_has_ended_when_its_receiver_gives_up(end: str) -> None:
     async def job() -> None:

@@ -50,7 +50,8 @@ class ConnectorConfig:
     """``host:port`` of each decode worker that a prefill side may push to: a request names them, and clients can write
     requests; the token is shown to no other."""
     lease_s: float = 60.0
-    """How long the prefill side keeps blocks that nobody asks for."""
+    """How long blocks are kept for the other side: prefill's while nobody asks for them, decode's until prefill begins
+    to push into them, which it does when it computes the end of the prompt."""
     timeout_s: float = 30.0
     """Budget of one transfer, the connection included."""
     peer_timeout_s: float = 5.0

@@ -294,7 +294,8 @@ class WorkerSide:
     def _coming(self, remote: RemotePrefill | PushedPrefill, end: str, placement: Placement) -> Future[Any]:
         """Pages that are read, or that the other side pushes."""
         if isinstance(remote, PushedPrefill):
-            return self._engine.receive_async(remote.key + end, placement)
+            wait_s = self._config.lease_s  # prefill computes the prompt first
+            return self._engine.receive_async(remote.key + end, placement, wait_s=wait_s)
         return self._call(remote.addresses, lambda peer: peer.fetch_async(remote.key + end, into=placement))
 
     def _end_load(self, request_id: str) -> None:

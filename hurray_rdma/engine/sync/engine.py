@@ -168,17 +168,22 @@ class Engine:
         """As of `hurray_rdma.Engine.unexpect`."""
         return self._thread.run(on_loop(self._engine.unexpect, key, pool))
 
-    def receive(self, key: str, placement: Placement, *, timeout_s: float | None = None) -> Arrival:
+    def receive(
+        self, key: str, placement: Placement, *, timeout_s: float | None = None, wait_s: float | None = None
+    ) -> Arrival:
         """As of `hurray_rdma.Engine.receive`."""
-        return self._thread.run(self._receive(key, placement, timeout_s), undo=_release)
+        return self._thread.run(self._receive(key, placement, timeout_s, wait_s), undo=_release)
 
-    def receive_async(self, key: str, placement: Placement, *, timeout_s: float | None = None) -> Future[Arrival]:
+    def receive_async(
+        self, key: str, placement: Placement, *, timeout_s: float | None = None, wait_s: float | None = None
+    ) -> Future[Arrival]:
         """`receive` that returns at once; the future is as of `Peer.send_async`. Release what it brings, also when it
         comes in spite of a ``cancel``."""
-        return self._thread.submit(self._receive(key, placement, timeout_s))
+        return self._thread.submit(self._receive(key, placement, timeout_s, wait_s))
 
-    async def _receive(self, key: str, placement: Placement, timeout_s: float | None) -> Arrival:
-        return Arrival(await self._engine.receive(key, placement, timeout_s=timeout_s), self._thread)
+    async def _receive(self, key: str, placement: Placement, timeout_s: float | None, wait_s: float | None) -> Arrival:
+        come = await self._engine.receive(key, placement, timeout_s=timeout_s, wait_s=wait_s)
+        return Arrival(come, self._thread)
 
     def publish(
         self,
