@@ -1,8 +1,8 @@
-"""The receiving side of one pool: who hears of it, offers in, grants out, arrivals handed to the application.
+"""The receiving side of one pool: who hears of it, what its senders say, its registration, its end.
 
-Grants go out in the order of arrival, all pages of an offer at once; an offer that does not fit now waits, one that
-never fits is refused at once. Senders that hold slices of the heads fill one arrival together: their offers have one
-key. Runs on the event loop and owns no socket: each connection is a `Link`.
+Checks offers, and refuses at once what never fits; whose turn it is says `OfferQueue`. Senders that hold slices of the
+heads fill one arrival together: their offers have one key. Runs on the event loop and owns no socket: each connection
+is a `Link`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from hurray_rdma.control import (
     LeaseRenewed,
     Offer,
     Offered,
-    PeerBusyError,
     Pool,
     Quiesced,
     Reserve,
@@ -37,16 +36,15 @@ from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.granting import Granting
 from hurray_rdma.engine.link import Link
-from hurray_rdma.engine.nudge import Nudge
-from hurray_rdma.engine.parts import GoodOffer, WaitingOffers, Whole
+from hurray_rdma.engine.offer_queue import OfferQueue
+from hurray_rdma.engine.parts import GoodOffer, Whole
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.reservations import Reservations
-from hurray_rdma.engine.shortages import Shortage, Shortages
+from hurray_rdma.engine.shortages import Shortages
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import (
-    ConfigError,
     DeadlineExceededError,
     GeometryError,
     HurrayError,
@@ -61,13 +59,6 @@ from hurray_rdma.plan import common_heads, map_keys
 __all__ = ["Receiver"]
 
 _log = logging.getLogger(__name__)
-
-_MAX_WAITING = 1024
-"""Offers that may wait for pages; more are refused as busy."""
-_MAX_WAITING_OF_ONE = 256
-"""Of one sender."""
-_MAX_WAITING_NBYTES = 256 << 20
-"""What the tables of waiting offers may take."""
 
 
 class Receiver:
@@ -119,21 +110,20 @@ class Receiver:
         self._tally = tally
         self._on_resume = on_resume
         self._announced: Pool | None = None
-        self._waiting = WaitingOffers(self._too_late)
-        self._expects = False
-        self._expected: dict[str, tuple[Placement, Callable[[Arrival], None] | None]] = {}
-        self._unexpected = WaitingOffers(self._too_late)
-        self._free_when_full: int | None = None
-        self._shortages = shortages
-        self._told_short: tuple[GoodOffer, int] | None = None
-        self._num_wanted = 0
-        self._holding = False
+        pool.claim(self)
+        self._queue = OfferQueue(
+            pool,
+            name=name,
+            granted=self.granted,
+            granting=self._granting,
+            arrivals=arrivals,
+            shortages=shortages,
+            refuse=self._refuse,
+            on_shortage=partial(self._ahead.recall, "the pages are needed"),
+        )
         self._settling = asyncio.Lock()
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        pool.claim(self)
-        self._pages_freed = Nudge(self._look_again)
-        pool.allocator.watch(self._pages_freed)
 
     @property
     def generation(self) -> int:
@@ -143,17 +133,17 @@ class Receiver:
     @property
     def holding(self) -> bool:
         """Whether the pool is being registered anew, so that nothing is granted now."""
-        return self._holding
+        return self._queue.holding
 
     @property
     def num_waiting(self) -> int:
         """Offers that wait for pages."""
-        return len(self._waiting) + len(self._unexpected)
+        return self._queue.num_waiting
 
     @property
     def num_missing(self) -> int:
         """Pages that the offer that waits first lacks now; 0 where none waits. On any thread."""
-        return max(0, self._num_wanted - self.pool.allocator.accounts().free)
+        return self._queue.num_missing
 
     def expect(self, key: str, placement: Placement, *, take: Callable[[Arrival], None] | None = None) -> None:
         """Says where the snapshot of a key goes; see `Engine.expect`.
@@ -165,15 +155,11 @@ class Receiver:
         Raises:
             ConfigError: the key is expected already.
         """
-        if key in self._expected:
-            raise ConfigError("is expected already", field="key", value=key, fix="Take it back first: unexpect")
-        self._expects = True
-        self._expected[key] = placement, take
-        self._place_expected()
+        self._queue.expect(key, placement, take=take)
 
     def unexpect(self, key: str) -> bool:
         """Takes `expect` back; False if an offer has taken the pages, or it was not there."""
-        return self._expected.pop(key, None) is not None
+        return self._queue.unexpect(key)
 
     def announce(self, link: Link, *, removed: bool = False) -> None:
         """Tells a sender of the pool, or of its end, if the pool is meant for it."""
@@ -232,9 +218,8 @@ class Receiver:
                 AbortRequested(transfer_id=transfer_id, error=error)
                 | TransferFailed(transfer_id=transfer_id, error=error)
             ):
-                if self._waiting.remove(link, transfer_id) or self._unexpected.remove(link, transfer_id):
+                if self._queue.remove(link, transfer_id):
                     self._tally.failed("receive", error)
-                    self._grant_in_order()
                 else:
                     self.granted.stopped(link, transfer_id, error)
                     self._ahead.stopped(link, transfer_id)
@@ -242,11 +227,10 @@ class Receiver:
                 self.granted.quiet(link, transfer_id)
                 self._ahead.quiet(link, transfer_id)
             case SessionClosed(error=error):
-                self._waiting.remove_all(link)
-                self._unexpected.remove_all(link)
+                self._queue.remove_link(link)
                 self.granted.lost(link, error or PeerLostError("the session was closed"))
                 self._ahead.lost(link)
-                self._grant_in_order()
+                self._queue.grant_in_order()
             case _:
                 pass
 
@@ -259,7 +243,7 @@ class Receiver:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._settling.acquire()
-                self._holding = True
+                self._queue.holding = True
                 try:
                     self._ahead.recall("the pool is to be registered anew")
                     await self.wait_idle()
@@ -279,7 +263,7 @@ class Receiver:
         for link in links:
             self.announce(link)
         # Refused only now, so that a sender that hears it knows what to offer to instead.
-        for waiting in (*self._waiting.remove_all(), *self._unexpected.remove_all()):
+        for waiting in self._queue.remove_all():
             self._refuse(*waiting.key, self._stale(waiting.offer))
         if not whole:
             return
@@ -310,21 +294,17 @@ class Receiver:
 
     def resume(self) -> None:
         """Grants again, unless closed meanwhile."""
-        self._holding = self._closed
         self._settling.release()
-        self._place_expected()
-        self._grant_in_order()
+        if not self._closed:
+            self._queue.go_on()
         self._on_resume(self.pool)
 
     def close(self, reason: str = "the engine closed") -> None:
         """Takes no more offers, and ends what is not complete. Idempotent."""
-        self._holding = self._closed = True
+        self._closed = True
         self.pool.disclaim(self)
-        self.pool.allocator.unwatch(self._pages_freed)
-        for waiting in (*self._waiting.remove_all(), *self._unexpected.remove_all()):
+        for waiting in self._queue.close():
             self._refuse(*waiting.key, TransferAbortedError(reason))
-        self._num_wanted = 0
-        self._shortages.over(self.name)
         for arrival in self.granted.arrivals():
             arrival.abort(reason)
         self._ahead.recall(reason)
@@ -333,28 +313,12 @@ class Receiver:
 
     def _offered(self, link: Link, transfer_id: int, offer: Offer) -> None:
         try:
-            checked = self._checked(link, transfer_id, offer)
-            whole = self.granted.unfilled.get(offer.key)
-            if whole is not None:
-                self._granting.join(whole, checked)
-                return
-            of_this_one = self._waiting.of(link) + self._unexpected.of(link)
-            if self.num_waiting >= _MAX_WAITING or of_this_one >= _MAX_WAITING_OF_ONE:
-                raise PeerBusyError("offers wait for pages already", field="waiting", value=self.num_waiting)
-            waiting_nbytes = self._waiting.nbytes + self._unexpected.nbytes
-            if self.num_waiting and waiting_nbytes + checked.nbytes > _MAX_WAITING_NBYTES:
-                rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
-                raise PeerBusyError(rule, field="nbytes of the offer", value=checked.nbytes)
-            self._arrivals.require_room()
+            self._queue.add(self._checked(link, transfer_id, offer))
         except HurrayError as error:
             self._refuse(link, transfer_id, error)
-            return
-        if self.pool.external or offer.key in self._expected:
-            self._unexpected.append(checked)
-            self._place_expected()
-            return
-        if len(self._waiting) or not self._grant(checked):
-            self._waiting.append(checked)
+
+    def _keys_came(self) -> None:
+        self._queue.keys_came()
 
     def _refuse(self, link: Link, transfer_id: int, error: HurrayError) -> None:
         if not isinstance(error, StaleGenerationError):  # which is offered again
@@ -373,7 +337,7 @@ class Receiver:
             raise RegistrationError("the receiving pool is closed")
         if offer.generation != self.generation:
             raise self._stale(offer)
-        if not self._expects:
+        if not self._queue.expects:
             self.pool.check_grantable()
         peer = link.peer
         source, page_map = check_snapshot(offer, self.pool.spec, dialect=Dialect(peer.dialect), devices=peer.devices)
@@ -391,96 +355,14 @@ class Receiver:
             page_keys, _ = map_keys(page_map, offer.page_keys, offer.seq_ptr)
         return GoodOffer(link, transfer_id, offer, source, page_map, heads, self._loop.time(), page_keys)
 
-    def _too_late(self, offer: GoodOffer) -> None:
-        error = DeadlineExceededError("no pages became free in time", field="deadline_s", value=offer.offer.deadline_s)
-        self._refuse(*offer.key, error)
-        self._grant_in_order()
-
-    def _look_again(self) -> None:
-        """Pages that were only looked at, and given back, make no room."""
-        if self._free_when_full is None or self.pool.allocator.accounts().free > self._free_when_full:
-            self._grant_in_order()
-
-    def _grant_in_order(self) -> None:
-        """Grants from the head of the queue while pages last; never past an offer that must wait."""
-        self._free_when_full = None
-        while (head := self._waiting.first()) is not None and self._grant(head):
-            self._waiting.remove(*head.key)
-        if not len(self._waiting):
-            self._told_short, self._num_wanted = None, 0
-            self._shortages.over(self.name)
-
-    def _short_of(self, num_missing: int, head: GoodOffer) -> None:
-        """The application is told once of each offer that comes to be first, and again when pages come or go."""
-        self._num_wanted = num_missing + (self._free_when_full or 0)
-        if self._told_short == (head, num_missing):
-            return
-        self._told_short = head, num_missing
-        num_waiting = max(1, len(self._waiting))  # with the one that is about to
-        self._shortages.tell(self.name, Shortage(self.name or None, num_missing, num_waiting))
-
-    def _grant(self, offer: GoodOffer) -> bool:
-        """Grants an offer its pages, or refuses it; False if it has to wait."""
-        if self._holding or self.pool.closed:
-            return False
-        whole = self.granted.unfilled.get(offer.offer.key)
-        try:
-            if whole is not None:
-                self._granting.join(whole, offer)
-                return True
-            self._arrivals.require_room()
-            if num_missing := self._granting.grant(offer):
-                self._free_when_full = self.pool.allocator.accounts().free
-                self._short_of(num_missing, offer)
-                self._ahead.recall("the pages are needed")
-                return False
-            self._join_those_that_wait(offer)
-        except HurrayError as error:
-            self._refuse(*offer.key, error)
-        return True
-
-    def _join_those_that_wait(self, first: GoodOffer) -> None:
-        """Senders of further heads need no pages of their own: they overtake nobody, and nobody must hold them up."""
-        key = first.offer.key
-        if key in self.granted.unfilled:
-            self._waiting.remove(*first.key)  # it has been granted, and must not join itself
-            for offer in [waiting for waiting in self._waiting.all() if waiting.offer.key == key]:
-                if key in self.granted.unfilled:
-                    self._waiting.remove(*offer.key)
-                    self._grant(offer)
-
-    def _keys_came(self) -> None:
-        """Pages can be found by their keys: who waits may need fewer than before."""
-        if len(self._waiting):
-            self._grant_in_order()
-
-    # Pages that the application has chosen.
-
-    def _place_expected(self) -> None:
-        """Grants what is offered and expected; those of other keys wait for `expect`, and hold nobody up."""
-        for offer in self._unexpected.all():
-            expected = self._expected.get(offer.offer.key)
-            whole = self.granted.unfilled.get(offer.offer.key)
-            if (expected is None and whole is None) or self._holding or self.pool.closed:
-                continue
-            self._unexpected.remove(*offer.key)
-            try:
-                if whole is not None:
-                    self._granting.join(whole, offer)
-                elif expected is not None:
-                    self._granting.place(offer, *expected)
-                    del self._expected[offer.offer.key]
-            except HurrayError as error:
-                self._refuse(*offer.key, error)
-
     # Pages granted ahead.
 
     def _reserved(self, link: Link, transfer_id: int, reserve: Reserve) -> None:
         try:
-            if reserve.generation != self.generation or self._holding or self.pool.closed:
+            if reserve.generation != self.generation or self._queue.holding or self.pool.closed:
                 raise StaleGenerationError("the pool grants nothing ahead now")
             self.pool.check_grantable()
-            if len(self._waiting):
+            if self._queue.short:
                 raise PoolExhaustedError("offers wait for pages")
             self._ahead.grant(link, transfer_id, reserve, generation=self.generation)
         except HurrayError as error:

@@ -11,7 +11,7 @@ import pytest
 
 from hurray_rdma import CacheSpec, Engine, Snapshot
 from hurray_rdma.cache import snapshot_keys
-from hurray_rdma.engine.receiver import Receiver
+from hurray_rdma.engine.offer_queue import OfferQueue
 from hurray_rdma.testing.processes import Child
 from tests.hazards.scenes import SPEC as WHOLE
 from tests.hazards.scenes import connected, counts, digest, eventually, fill, make_pool, run, settled, snapshot_of
@@ -103,14 +103,14 @@ def test_an_offer_with_page_keys_that_waits_for_pages_waits_still(monkeypatch: p
     """Looking for resident pages, and giving them back, woke the queue that looked again: for ever."""
 
     async def job() -> None:
-        count, grant_in_order = 0, Receiver._grant_in_order
+        count, grant_in_order = 0, OfferQueue.grant_in_order
 
-        def counted(receiver: Receiver) -> None:
+        def counted(queue: OfferQueue) -> None:
             nonlocal count
             count += 1
-            grant_in_order(receiver)
+            grant_in_order(queue)
 
-        monkeypatch.setattr(Receiver, "_grant_in_order", counted)
+        monkeypatch.setattr(OfferQueue, "grant_in_order", counted)
         with make_pool(WHOLE, 4) as pool:
             async with Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine:
                 held = [pool.allocator.lease(1) for _ in range(4)]

@@ -156,10 +156,10 @@ def test_an_offer_that_waits_is_counted_with_what_was_made_of_it() -> None:
                 await eventually(lambda: engine.stats().num_waiting == 1)
                 assert engine._reception is not None
                 (receiver,) = engine._reception._receivers.values()
-                assert receiver._waiting.nbytes > 4096 * 256 * 4
+                assert receiver._queue._waiting.nbytes > 4096 * 256 * 4
                 held.release()
                 assert len((await hand.expect(GrantHeard)).grant.page_ids) == 256
-                assert receiver._waiting.nbytes == 0
+                assert receiver._queue._waiting.nbytes == 0
             await settled(pool, 256, 0, 0)
 
     run(job())
