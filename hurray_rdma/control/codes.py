@@ -127,6 +127,9 @@ class ErrorCode(IntEnum):
     UNREAD = 0xFD
     """ABORT of a reader that only wanted the snapshot's lease to begin anew."""
     INTERNAL = 0xFE
+    DECLINED = 0x100
+    """ABORT of a reader that needs nothing of the snapshot. (ABORT is a message of ours: it may have codes of its own.)
+    """
 
 
 _KINDS: dict[ErrorCode, type[HurrayError]] = {

@@ -333,12 +333,26 @@ class Engine:
         """
         await self._receiving().reregister(name, timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
+    def let_offers_wait(self, pool: PagePool | None = None) -> None:
+        """From now on offers into a pool whose pages the application hands out wait, each within its sender's time,
+        until their keys are expected (`expect`, `receive`). Before they are refused, since nobody might ever expect
+        them.
+
+        Args:
+            pool: one of this engine's; None is its own, or the first of them.
+
+        Raises:
+            ConfigError: the engine does not listen, or the pool is none of its pools.
+        """
+        self._receiving().receiver_into(self._own_pool(pool)).let_offers_wait()
+
     def expect(self, key: str, placement: Placement) -> None:
         """Says which pages the snapshot goes into that somebody will push as ``key``, before or after it is offered.
 
         For pools whose pages the application hands out. Offers into an external pool (`PagePool.from_arrays`) are
-        refused before the first call of this; after it they wait, each within its sender's time, until their keys are
-        expected. The arrival comes by `arrivals`; see `Arrival.settled` for when the pages are free of it.
+        refused before the first call of this, or of `let_offers_wait`; after it they wait, each within its sender's
+        time, until their keys are expected. The arrival comes by `arrivals`; see `Arrival.settled` for when the pages
+        are free of it.
 
         Args:
             key: of one transfer; further senders of slices of the heads join it.
@@ -412,7 +426,8 @@ class Engine:
             stream: as of `Peer.send`: readers wait until what is queued on it by now has run. If CUDA refuses it, they
                 hear so. Begin no capture of a graph on it right after.
             lease_s: None is the engine's.
-            max_readers: it is taken back as soon as so many have read it to the end; None is any number.
+            max_readers: it is taken back as soon as so many have read it to the end, or declined it (`Peer.decline`);
+                None is any number.
             on_end: called on the engine's loop with the key and the number of those who have read it to the end, once
                 it is taken back and nobody reads it any more: its pages may change from then on.
 

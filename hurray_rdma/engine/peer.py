@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot, SnapshotGroups
-from hurray_rdma.control import MAX_QUIET_SESSIONS, parse_address
+from hurray_rdma.control import MAX_QUIET_SESSIONS, ErrorCode, parse_address
 from hurray_rdma.engine.compat import check_context
 from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
 from hurray_rdma.engine.marks import marked
 from hurray_rdma.engine.placement import Placement
-from hurray_rdma.engine.refreshing import Refreshing
 from hurray_rdma.engine.stats import TransferStats
+from hurray_rdma.engine.telling import Telling
 from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, PeerLostError, TransportError
 from hurray_rdma.transport import LaneReport
@@ -345,9 +345,23 @@ class Peer:
             NotPublishedError: nothing is published under the key (any more).
             HurrayError: the peer was not reached.
         """
-        await Refreshing(
+        await self._tell(key, ErrorCode.UNREAD, timeout_s)
+
+    async def decline(self, key: str, *, timeout_s: float | None = None) -> None:
+        """Tells the peer that this engine needs nothing of its published snapshot, as one of the ``max_readers`` of
+        `Engine.publish`: where it was the last of them, the peer has its pages back at once.
+
+        For readers whose pools do not fit, that have the pages already, or that gave up.
+
+        Args, Raises: as of `refresh`.
+        """
+        await self._tell(key, ErrorCode.DECLINED, timeout_s)
+
+    async def _tell(self, key: str, code: ErrorCode, timeout_s: float | None) -> None:
+        await Telling(
             self._connected,
             key,
+            code,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             tally=self._surroundings.tally,
         ).run()

@@ -30,7 +30,7 @@ from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.exchange import retain
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.marks import Mark
-from hurray_rdma.engine.reading import Readings
+from hurray_rdma.engine.reading import ReadingEnd, Readings
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import ConfigError, GeometryError, HurrayError
@@ -60,6 +60,7 @@ class _Publication:
     """Fetches that cannot be answered yet."""
     num_reading: int = 0
     num_read: int = 0
+    num_declined: int = 0
     over: bool = False
 
 
@@ -280,13 +281,14 @@ class Publishing:
             on_end=partial(self._read, publication),
         )
 
-    def _read(self, publication: _Publication, complete: bool) -> None:
+    def _read(self, publication: _Publication, how: ReadingEnd) -> None:
         """A reading has ended."""
         publication.num_reading -= 1
-        publication.num_read += complete
+        publication.num_read += how is ReadingEnd.READ
+        publication.num_declined += how is ReadingEnd.DECLINED
         if publication.over:
             self._look_ended(publication)
-        elif publication.num_read == publication.max_readers:
+        elif publication.num_read + publication.num_declined == publication.max_readers:
             self.unpublish(publication.key)
 
     def _look_ended(self, publication: _Publication) -> None:

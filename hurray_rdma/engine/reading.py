@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 
 from hurray_rdma.cache import Lease, PagePool, Snapshot
@@ -31,7 +32,18 @@ from hurray_rdma.engine.serving import Delivery, Serving
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, LeaseExpiredError
 
-__all__ = ["Readings"]
+__all__ = ["ReadingEnd", "Readings"]
+
+
+class ReadingEnd(Enum):
+    """How a reading has ended."""
+
+    READ = auto()
+    """To its end."""
+    DECLINED = auto()
+    """The reader needs nothing of it, and asks no more."""
+    OPEN = auto()
+    """Otherwise: it may ask again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +59,7 @@ class _Reading:
     until: float
     """The end of the time that it asked for."""
     timer: asyncio.TimerHandle
-    on_end: Callable[[bool], None]
+    on_end: Callable[[ReadingEnd], None]
     delivery: Delivery | None = None
     """Where the pages are sent, since the reader reaches no memory."""
 
@@ -76,7 +88,7 @@ class Readings:
         nbytes: int,
         lease_s: float,
         time_s: float,
-        on_end: Callable[[bool], None],
+        on_end: Callable[[ReadingEnd], None],
     ) -> None:
         """The reader has been told of the snapshot.
 
@@ -88,7 +100,7 @@ class Readings:
             nbytes: page bytes of the snapshot.
             lease_s: how long the reader may be silent, seconds.
             time_s: how long it may read at all, seconds.
-            on_end: told whether it has read all of it.
+            on_end: told how it has ended.
         """
         now = self._loop.time()
         timer = self._loop.call_at(now + min(lease_s, time_s), self._due, link, transfer_id)
@@ -107,6 +119,8 @@ class Readings:
                 self._all_read(link, transfer_id)
             case AbortRequested(transfer_id=transfer_id, code=ErrorCode.UNREAD):
                 self._end((link, transfer_id))
+            case AbortRequested(transfer_id=transfer_id, code=ErrorCode.DECLINED):
+                self._end((link, transfer_id), ReadingEnd.DECLINED)
             case (
                 AbortRequested(transfer_id=transfer_id, error=error)
                 | TransferFailed(transfer_id=transfer_id, error=error)
@@ -150,7 +164,7 @@ class Readings:
         if reading is None:
             return
         link.session.acknowledge(transfer_id, now=link.now)
-        self._end((link, transfer_id), complete=True)
+        self._end((link, transfer_id), ReadingEnd.READ)
         if reading.delivery is None:
             self._tally.served(nbytes=reading.nbytes)
         else:
@@ -187,7 +201,7 @@ class Readings:
         if self._end(key):
             self._tally.failed("serve", error)
 
-    def _end(self, key: tuple[Link, int], *, complete: bool = False) -> bool:
+    def _end(self, key: tuple[Link, int], how: ReadingEnd = ReadingEnd.OPEN) -> bool:
         """False if it had ended before."""
         reading = self._readings.pop(key, None)
         if reading is None:
@@ -197,5 +211,5 @@ class Readings:
             link, transfer_id = key
             self._servings[link].drop(transfer_id)
         reading.lease.release()
-        reading.on_end(complete)
+        reading.on_end(how)
         return True

@@ -145,6 +145,10 @@ class Receiver:
         """Pages that the offer that waits first lacks now; 0 where none waits. On any thread."""
         return self._queue.num_missing
 
+    def let_offers_wait(self) -> None:
+        """Offers into an external pool wait from now on until they are expected; see `Engine.let_offers_wait`."""
+        self._queue.expects = True
+
     def expect(self, key: str, placement: Placement, *, take: Callable[[Arrival], None] | None = None) -> None:
         """Says where the snapshot of a key goes; see `Engine.expect`.
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hurray_rdma import Engine, NotPublishedError, Placement
+from hurray_rdma import CacheSpec, Engine, GeometryError, NotPublishedError, Placement
 from hurray_rdma.control import ErrorCode, Fetch, PoolsAnnounced, PublishedHeard
 from tests.engine.hands import shaken
 from tests.engine.test_placement import external_pool
@@ -92,6 +92,44 @@ def test_a_publication_is_kept_as_long_as_somebody_asks_for_it() -> None:
                 with pytest.raises(NotPublishedError):
                     await peer.refresh("wanted")
                 assert engine.stats().serve.failures == {"NotPublishedError": 1}, "to ask is no failure"
+
+    run(job())
+
+
+def test_a_publication_ends_when_nobody_is_left_who_wants_it() -> None:
+    """Also where the reader's pool could take nothing of it."""
+
+    async def job() -> None:
+        other = CacheSpec(num_layers=1, num_heads=5, head_dim=32, page_size=4, dtype="float32")
+        with make_pool(SPEC, 8) as pool, make_pool(other, 8) as mine, make_pool(SPEC, 8) as alike:
+            ends: list[tuple[str, int]] = []
+            async with (
+                Engine(pool, listen="127.0.0.1:0") as engine,
+                Engine(mine) as stranger,
+                Engine(alike) as reader,
+                stranger.connect(engine.address) as far,
+                reader.connect(engine.address) as near,
+            ):
+                engine.publish("one", snapshot_of(pool, TABLE), max_readers=1, on_end=lambda *end: ends.append(end))
+                with pytest.raises(GeometryError):
+                    await far.fetch("one")
+                assert ends == [], "it may have another pool"
+                await far.decline("one")
+                await eventually(lambda: ends == [("one", 0)])
+                with pytest.raises(NotPublishedError):
+                    await far.decline("one")
+                engine.publish("two", snapshot_of(pool, TABLE), max_readers=2, on_end=lambda *end: ends.append(end))
+                await far.decline("two")
+                (await near.fetch("two")).release()
+                await eventually(lambda: ends[1:] == [("two", 1)])
+                engine.publish("any", snapshot_of(pool, TABLE), on_end=lambda *end: ends.append(end))
+                await far.decline("any")
+                (await near.fetch("any")).release()
+                assert engine.unpublish("any") is True
+                await eventually(lambda: ends[2:] == [("any", 1)])
+                serve = engine.stats().serve
+                assert serve.num_transfers == 2, "who declines has read nothing"
+                assert set(serve.failures) == {"TransferAbortedError", "NotPublishedError"}, "the first reader's"
 
     run(job())
 

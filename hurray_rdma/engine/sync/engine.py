@@ -160,6 +160,10 @@ class Engine:
         """As of `hurray_rdma.Engine.reregister`."""
         self._thread.run(self._engine.reregister(name, timeout_s=timeout_s))
 
+    def let_offers_wait(self, pool: PagePool | None = None) -> None:
+        """As of `hurray_rdma.Engine.let_offers_wait`."""
+        self._thread.run(on_loop(self._engine.let_offers_wait, pool))
+
     def expect(self, key: str, placement: Placement) -> None:
         """As of `hurray_rdma.Engine.expect`."""
         self._thread.run(on_loop(self._engine.expect, key, placement))

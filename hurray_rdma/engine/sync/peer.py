@@ -193,6 +193,14 @@ class Peer:
         """`refresh` that returns at once; the future is as of `send_async`."""
         return self._thread.submit(self._peer.refresh(key, timeout_s=timeout_s))
 
+    def decline(self, key: str, *, timeout_s: float | None = None) -> None:
+        """As of `hurray_rdma.Peer.decline`."""
+        self._thread.run(self._peer.decline(key, timeout_s=timeout_s))
+
+    def decline_async(self, key: str, *, timeout_s: float | None = None) -> Future[None]:
+        """`decline` that returns at once; the future is as of `send_async`."""
+        return self._thread.submit(self._peer.decline(key, timeout_s=timeout_s))
+
     @property
     def connected(self) -> bool:
         """As of `hurray_rdma.Peer.connected`."""

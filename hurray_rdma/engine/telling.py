@@ -1,4 +1,4 @@
-"""A reader's sign of life: asks for a published snapshot without reading it, so that its lease begins anew."""
+"""What a reader tells the source of a published snapshot without reading it: that it is still wanted, or not at all."""
 
 from __future__ import annotations
 
@@ -9,16 +9,30 @@ from hurray_rdma.engine.exchange import Exchange, Route
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import TransferAbortedError
 
-__all__ = ["Refreshing"]
+__all__ = ["Telling"]
+
+_WORDS = {ErrorCode.UNREAD: "nothing is read yet", ErrorCode.DECLINED: "nothing of it is needed"}
 
 
-class Refreshing(Exchange[Published]):
-    """Asks once; arguments as of `Exchange`."""
+class Telling(Exchange[Published]):
+    """Asks once, and ends it with a code that says why: UNREAD, so that its lease begins anew, or DECLINED.
+
+    Args:
+        connect, key, timeout_s, tally: as of `Exchange`.
+        code: one of the two.
+    """
 
     def __init__(
-        self, connect: Callable[[float], Awaitable[Route]], key: str, *, timeout_s: float, tally: Tally
+        self,
+        connect: Callable[[float], Awaitable[Route]],
+        key: str,
+        code: ErrorCode,
+        *,
+        timeout_s: float,
+        tally: Tally,
     ) -> None:
         super().__init__(connect, key, timeout_s=timeout_s, tally=tally, direction="fetch")
+        self._code = code
 
     async def run(self) -> None:
         """All of it.
@@ -43,6 +57,6 @@ class Refreshing(Exchange[Published]):
         transfer_id = session.fetch(fetch, now=self._loop.time(), timeout_s=self._left_s)
         try:
             await self._asked(transfer_id, "an answer")
-            session.abort(transfer_id, ErrorCode.UNREAD, "nothing is read yet", now=self._loop.time())
+            session.abort(transfer_id, self._code, _WORDS[self._code], now=self._loop.time())
         finally:
             await self._give_up("nothing was to be read")
