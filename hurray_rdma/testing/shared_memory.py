@@ -28,6 +28,16 @@ class SharedMemory:
             mapped = (line.split(maxsplit=5) for line in lines)
             self._inodes |= {int(fields[4]) for fields in mapped if len(fields) > 5 and fields[5].startswith(_FILES)}
 
+    def remove(self, *beginnings: str) -> None:
+        """Removes noted files that exist.
+
+        Args:
+            beginnings: of the names of those that are meant.
+        """
+        for path in Path(_FILES).iterdir():
+            if path.name.startswith(beginnings) and _inode(path) in self._inodes:
+                path.unlink(missing_ok=True)
+
     def left(self) -> set[str]:
         """System V segments that noted processes made, and noted files, as far as they exist."""
         segments = (line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:])

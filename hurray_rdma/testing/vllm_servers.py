@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hurray_rdma.testing.shared_memory import SharedMemory
+
 __all__ = ["Server", "free_port", "vllm_serve"]
 
 _WITH_PARENT = """
@@ -31,6 +33,8 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 """Runs a command that does not outlive who started it, though that is killed."""
 _STOP_S = 30
+_PYTHONS_OWN = ("psm_", "sem.mp-")
+"""What Python's multiprocessing calls its shared memory and semaphores. Those of a process that is killed stay."""
 
 
 def free_port() -> int:
@@ -54,6 +58,7 @@ class Server:
     ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
+        self._shared = SharedMemory()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _WITH_PARENT, *command],
@@ -100,12 +105,18 @@ class Server:
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to it and all that it has started."""
+        self._look()
         os.killpg(self._process.pid, number)
+
+    def _look(self) -> None:
+        """Notes what shared memory its processes have, for the time when they have none any more."""
+        self._shared.look(pid for pid in _pids() if _session_of(pid) == self._process.pid)
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._look()
         try:
             self._process.terminate()
             self._process.wait(_STOP_S if kind is None else 1)
@@ -116,15 +127,16 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 self.kill()
             self._process.wait()
+            self._shared.remove(*_PYTHONS_OWN)
 
 
-def vllm_serve(options: Sequence[str], *, port: int, core: int, log: Path, **settings: Any) -> Server:
+def vllm_serve(options: Sequence[str], *, port: int, core: int | str, log: Path, **settings: Any) -> Server:
     """One vLLM server.
 
     Args:
         options: what follows ``vllm serve``.
         port: among them.
-        core: the CPU that it computes on.
+        core: the CPU that it computes on; of several workers one each, as ``"0|1"``.
         log: where its output goes.
         settings: options that make it small.
     """
@@ -140,6 +152,17 @@ def vllm_serve(options: Sequence[str], *, port: int, core: int, log: Path, **set
         "HF_HUB_OFFLINE": "1",
     }
     return Server(command, port=port, log=log, environment=environment)
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _answer(request: urllib.request.Request, timeout_s: float) -> tuple[int, str]:
