@@ -187,7 +187,7 @@ class _Driver:
         if self._connector == HURRAY:
             worker = self._group()._working()
             told["engine"] = worker._engine.stats()
-            told |= {"address": worker.address, "loading": len(worker._loading), "early": worker._pushes.num_early}
+            told |= {"address": worker.address, "loading": len(worker._takeovers), "early": worker._pushes.num_early}
             told["failures"] = dict(sum((Counter(each["failures"]) for each in self._stats), Counter()))
         self._connection.send(("facts", told))
 

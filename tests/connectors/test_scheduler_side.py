@@ -159,10 +159,6 @@ def test_one_that_vllm_refuses_before_it_is_a_request_is_declined() -> None:
     decode.new_request(refused)
     assert decode.finished(refused, complete=False) == (False, None)
     assert [each.key for each in decode.take_step({}).decline] == ["k"]
-    other = FakeRequest("o", remote(remote_addresses=["a:1", "b:1"]), num_prompt_tokens=1)
-    decode.new_request(other)
-    decode.finished(other, complete=False)
-    assert decode.take_step({}).decline == [], "its workers are not those of this side"
 
 
 @pytest.mark.parametrize(
@@ -192,16 +188,26 @@ def test_one_that_vllm_refuses_before_it_is_a_request_is_declined() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_and_named(params: dict[str, Any], why: str) -> None:
-    """It fails as a load does, so that vLLM's failure policy decides."""
+    """It fails as a load does, so that vLLM's failure policy decides; and the other side hears that nobody reads it, if
+    it can be told."""
     decode = side()
-    request = FakeRequest("d", params)
+    request = FakeRequest("d", dict(params))
     decode.new_request(request)
     assert decode.take_step({}).hold == {}
     assert decode.matched_tokens(request, 4) == (6, True)
     decode.allocated(request, [1, 2, 3], 6)
-    (load,) = decode.take_step({}).load
+    step = decode.take_step({})
+    (load,) = step.load
     assert (load.remote, load.block_ids, load.num_present) == (None, [1, 2, 3], 1)
     assert why in load.refusal
+    readable = "this side has" in why or "is above" in why
+    assert [each.key for each in step.decline] == ["k"] * readable
+    decode.received(["d"])
+    decode.finished(request, complete=False)
+    aborted = FakeRequest("a", dict(params), num_prompt_tokens=1)  # before it had blocks
+    decode.new_request(aborted)
+    decode.finished(aborted, complete=False)
+    assert [each.key for each in decode.take_step({}).decline] == ["k"] * readable, "once each"
 
 
 @pytest.mark.parametrize(("layout", "refused"), [("rows", False), ("cpu-vec", False), ("cpu-amx", True)])

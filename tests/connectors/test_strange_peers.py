@@ -6,11 +6,10 @@ import logging
 import socket
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from hurray_rdma.connectors.vllm.handoff import RemotePrefill
+from hurray_rdma.connectors.vllm.handoff import PushedPrefill, RemotePrefill
 from hurray_rdma.connectors.vllm.steps import Load, Publish, Step
 from hurray_rdma.connectors.vllm.worker import WorkerSide
 from tests.connectors.test_worker_side import at, caches, fill, tokens, until, worker
@@ -38,15 +37,23 @@ def test_signs_of_life_for_nobody_end_nothing(addresses: tuple[str, ...], caplog
         assert "'key' was not refreshed: " in caplog.text
 
 
-@pytest.mark.parametrize("change", [{"num_tokens": 2**60}, *({"addresses": addresses} for addresses in UNREADABLE)])
-def test_what_cannot_be_declined_is_left_to_its_lease(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("addresses", UNREADABLE)
+def test_what_cannot_be_declined_is_left_to_its_lease(
+    addresses: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     with worker(caches(), listens=True) as (source, _), worker(caches()) as (reader, _):
-        reader.begin(Step(decline=[replace(at(source, "key", 8), **change)]))
-        assert "'key' could not be declined" in caplog.text
-        # As long as the cache is, it is declined.
+        reader.begin(Step(decline=[replace(at(source, "key", 8), addresses=addresses)]))
+        assert ("'key' could not be declined" in caplog.text) == bool(addresses)
+        # However long it says that it is, it is declined.
         source.publish(Step(publish=[Publish("p", "all", list(range(16)), 64)]))
-        reader.begin(Step(decline=[at(source, "all", 64)]))
+        reader.begin(Step(decline=[at(source, "all", 2**60)]))
         assert until(source, lambda ended: bool(ended.sent), {"p"}).sent == {"p"}
+
+
+def test_a_push_that_is_longer_than_the_cache_is_not_declined(caplog: pytest.LogCaptureFixture) -> None:
+    with worker(caches(), listens=True, mode="push") as (reader, _):
+        reader.begin(Step(decline=[PushedPrefill(key="key", num_tokens=65, block_size=4)]))
+        assert "'key' could not be declined" in caplog.text
 
 
 def test_a_load_from_no_worker_of_this_rank_fails_as_others_do(caplog: pytest.LogCaptureFixture) -> None:

@@ -234,6 +234,47 @@ def test_unlike_heads_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> N
         reader.begin(Step(load=[Load("d", at(source, "key", 4), "", [3], 0)]))
         assert until(reader, lambda ended: bool(ended.received)).failures == ["GeometryError"]
         assert "total_heads" in caplog.text
+        # Nobody will read it: its blocks need not wait for the end of their lease.
+        ended = until(source, lambda ended: bool(ended.sent), {"p"})
+        assert (ended.sent, ended.num_read_prompts) == ({"p"}, 0)
+
+
+@pytest.mark.parametrize("layout", [Layout.ROWS, Layout.CPU_VEC])
+def test_what_was_refused_is_declined_to_all_workers_that_have_it(layout: str) -> None:
+    """There may be more of them than here."""
+    with (
+        worker(caches(), listens=True, layout=layout) as (first, _),
+        worker(caches(), listens=True, layout=layout) as (second, _),
+        worker(caches()) as (reader, _),
+    ):
+        for source in (first, second):
+            source.publish(Step(publish=[Publish("p", "key", [9, 2], 8)]))
+        addresses = (first.address, second.address)
+        refused = at(first, "key", 8, addresses=addresses, layout=layout, block_size=3, model="other")
+        reader.begin(Step(decline=[refused]))
+        for source in (first, second):
+            ended = until(source, lambda ended: bool(ended.sent), {"p"})
+            assert (ended.sent, ended.failures, ended.num_read_prompts) == ({"p"}, [], 0)
+
+
+@pytest.mark.parametrize(("theirs_size", "mine_size"), [(4, 4), (4, 8)])
+def test_what_others_have_read_is_counted_where_it_was(theirs_size: int, mine_size: int) -> None:
+    """With blocks of another size the planes are read, and the prompt counts once."""
+    theirs, mine = caches(block_size=theirs_size), caches(block_size=mine_size)
+    with (
+        worker(theirs, listens=True, layout=Layout.CPU_VEC) as (source, _),
+        worker(mine, layout=Layout.CPU_VEC) as (reader, _),
+    ):
+        source.publish(Step(publish=[Publish("p", "key", [9, 2, 5], 10), Publish("q", "other", [1], 4)]))
+        remote = at(source, "key", 10, layout=Layout.CPU_VEC)
+        reader.begin(Step(load=[Load("d", remote, "", [3, 8, 1][: -(-10 // mine_size)], 0)]))
+        assert until(reader, lambda ended: bool(ended.received)).failures == []
+        ended = until(source, lambda ended: bool(ended.sent), {"p"})
+        block_nbytes = LAYERS * HEADS * theirs_size * CONTENT * 2
+        assert (ended.num_read_prompts, ended.num_read_blocks, ended.read_nbytes) == (1, 3, 3 * block_nbytes)
+        source.begin(Step(retire=["q"]))
+        ended = until(source, lambda ended: bool(ended.sent), {"q"})
+        assert (ended.num_read_prompts, ended.num_read_blocks) == (0, 0)
 
 
 def test_a_load_that_nobody_wants_any_more_ends_without_a_failure() -> None:

@@ -194,6 +194,21 @@ def test_a_prompt_that_nobody_asks_for_in_time(trio: Trio) -> None:
     trio.settled()
 
 
+def test_what_decode_refuses_is_free_at_once_where_it_was_computed(trio: Trio) -> None:
+    """It is declined, and need not wait for the end of its lease."""
+    prompt = numbered(17, 100)
+    facts, before = trio.prefill.tell("facts"), failures_of(trio.decode)
+    address, expired = facts["address"], facts["engine"].num_leases_expired
+    changes = ({"remote_model": "other"}, {"remote_num_tokens": 101}, {"remote_addresses": [address, address]})
+    for change in changes:
+        for side in (trio.decode, trio.computes):
+            answer = side.ask(prompt, trio.prefill.prefill(prompt) | change, max_tokens=4)
+            assert answer["reason"] == ("error" if side is trio.decode else "length")
+            trio.settled()
+    assert failures_of(trio.decode)["ConfigError"] == before.get("ConfigError", 0) + len(changes)
+    assert trio.prefill.tell("facts")["engine"].num_leases_expired == expired
+
+
 def test_preemption_on_the_decode_side(trio: Trio) -> None:
     """Four prompts of 7 blocks fit into 29, and their texts do not: what gives way is computed again, not loaded.
 

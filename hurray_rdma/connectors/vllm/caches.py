@@ -14,6 +14,7 @@ from typing import Any
 
 from hurray_rdma.cache import CacheSpec, PagePool
 from hurray_rdma.connectors.vllm.handoff import Layout
+from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.errors import GeometryError, RegistrationError
 
 __all__ = ["KEYS", "VALUES", "WHOLE", "Caches", "planes_of", "pool_of"]
@@ -46,6 +47,11 @@ class Caches:
     @property
     def whole(self) -> PagePool:
         return self.pools[WHOLE]
+
+    @property
+    def block_nbytes(self) -> int:
+        """Of all layers, with everything that is in them."""
+        return pages_nbytes(self.whole.spec)
 
     def ends_for(self, block_size: int, /) -> tuple[str, ...]:
         """What is exchanged with an instance that has blocks of that size."""

@@ -27,8 +27,8 @@ from hurray_rdma.connectors.vllm.fits import check_instance
 from hurray_rdma.connectors.vllm.handoff import Layout
 from hurray_rdma.connectors.vllm.scheduler import SchedulerSide
 from hurray_rdma.connectors.vllm.stats import HurrayPromMetrics, HurrayStats, stats_of
-from hurray_rdma.connectors.vllm.steps import Handshake, Step
-from hurray_rdma.connectors.vllm.worker import Ended, WorkerSide
+from hurray_rdma.connectors.vllm.steps import Ended, Handshake, Step
+from hurray_rdma.connectors.vllm.worker import WorkerSide
 
 __all__ = ["HurrayConnector"]
 
@@ -123,6 +123,7 @@ class HurrayConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not t
             self._caches,
             self._config,
             tp_rank=rank,
+            tp_size=size,
             listens=self._listens,
             first_worker=self._parallel.data_parallel_index * size,  # also where vLLM calls each rank the only one
         )

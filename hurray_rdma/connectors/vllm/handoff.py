@@ -1,33 +1,39 @@
 """What two vLLM instances tell each other of a request, through `kv_transfer_params` and whatever proxy carries them.
 
-They pass through clients' hands, and say where to connect to, which is where the engine shows its token: so whoever has
-a token signs them, and whoever has one believes only what is signed. In push mode a proxy makes them, and prefill
-connects only to where its own settings allow. Knows the keys and their rules; what else a proxy adds is left alone.
-Knows no vLLM.
+They pass through clients' hands, and say where to connect to, which is where the engine shows its token, and under
+which name pages come: so whoever has a token signs them, and whoever has one believes only what is signed. In push mode
+a proxy makes them, and prefill connects only to where its own settings allow. Knows the keys and their rules; what else
+a proxy adds is left alone. Knows no vLLM.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from hurray_rdma.connectors.vllm.signing import SIGNATURE, check_signature, signature_of
 from hurray_rdma.control import parse_address
 from hurray_rdma.errors import ConfigError
 
-__all__ = ["Layout", "PushTarget", "PushedPrefill", "RemotePrefill", "wants_remote_decode", "wants_remote_prefill"]
+__all__ = [
+    "Layout",
+    "PushTarget",
+    "PushedPrefill",
+    "RemotePrefill",
+    "push_params",
+    "wants_remote_decode",
+    "wants_remote_prefill",
+]
 
-
-_SIGNED = b"hurray_rdma: kv_transfer_params of RemotePrefill, 1\n"
-"""What a signature is of: none under the same token is good for anything else."""
+_READ, _PUSHED = "RemotePrefill, 1", "a push, 1"
+"""Kinds of what is signed."""
 _MIN_LEASE_S = 1.0
 """However short the other side's is: signs of life are not sent in every step."""
 _AS_IT_IS = "Pass the kv_transfer_params of the prefill side's answer on as they are"
+_SAME_TOKEN = "give both instances the same token_file"
 
 
 class Layout(StrEnum):
@@ -71,7 +77,7 @@ class RemotePrefill:
 
     def to_params(self, *, token: str | None) -> dict[str, Any]:
         """As `kv_transfer_params` that ask the decode side for it; signed, where there is a token."""
-        signature = {} if token is None else {"remote_signature": self._signature(token)}
+        signature = {} if token is None else {SIGNATURE: signature_of(asdict(self), what=_READ, token=token)}
         return signature | {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -105,21 +111,46 @@ class RemotePrefill:
             layout=_taken(params, "remote_layout", str),
         )
         if token is not None:
-            signature = params.get("remote_signature")
-            known = signature.encode(errors="replace") if isinstance(signature, str) else b""
-            if not hmac.compare_digest(known, told._signature(token).encode()):
-                raise ConfigError(
-                    f"is not what an instance with this one's token makes of them (it names {list(told.addresses)})",
-                    field="kv_transfer_params.remote_signature",
-                    value=signature,
-                    fix=f"{_AS_IT_IS}, and give both instances the same token_file",
-                )
+            check_signature(params, asdict(told), what=_READ, token=token, fix=f"{_AS_IT_IS}, and {_SAME_TOKEN}")
         return replace(told, lease_s=max(told.lease_s, _MIN_LEASE_S))
 
-    def _signature(self, token: str) -> str:
-        """HMAC-SHA256 of all fields."""
-        said = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
-        return hmac.new(token.encode(), _SIGNED + said, hashlib.sha256).hexdigest()
+
+def push_params(
+    name: str,
+    *,
+    token: str | None,
+    addresses: Sequence[str] | None = None,
+    block_size: int | None = None,
+) -> dict[str, Any]:
+    """`kv_transfer_params` that ask for a push; signed, where there is a token.
+
+    Args:
+        name: of the hand-over, of both sides: its own for each, and none that anybody can guess.
+        token: of all instances.
+        addresses: for prefill, ``host:port`` of each tensor-parallel worker of the decode side; None for decode.
+        block_size: tokens of the other side's blocks, where they are not as many as in those of who is asked.
+    """
+    params: dict[str, Any] = {"do_remote_decode": addresses is not None, "do_remote_prefill": addresses is None}
+    params["remote_request_id"] = name
+    if addresses is not None:
+        params["remote_addresses"] = list(addresses)
+    if block_size is not None:
+        params["remote_block_size"] = block_size
+    if token is not None:
+        params[SIGNATURE] = signature_of(_said_of_push(params), what=_PUSHED, token=token)
+    return params
+
+
+def _said_of_push(params: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("remote_request_id", "remote_addresses", "remote_block_size")
+    return {"to": "decode" if wants_remote_prefill(params) else "prefill"} | {name: params.get(name) for name in names}
+
+
+def _check_push(params: Mapping[str, Any], token: str | None) -> None:
+    """A name that is not signed may be one that a client has chosen, and somebody else's."""
+    if token is not None:
+        fix = f"Let the proxy sign them (its --token-file), and {_SAME_TOKEN}"
+        check_signature(params, _said_of_push(params), what=_PUSHED, token=token, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,21 +165,24 @@ class PushTarget:
     """Tokens of a block there."""
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any], /, *, block_size: int) -> PushTarget:
-        """From a request's `kv_transfer_params`.
+    def from_params(cls, params: Mapping[str, Any], /, *, block_size: int, token: str | None) -> PushTarget:
+        """From a request's `kv_transfer_params`, as of `push_params`.
 
         Args:
             params: whatever came over the network.
             block_size: of this side, where they do not say what the other's is.
+            token: as of `RemotePrefill.from_params`.
 
         Raises:
-            ConfigError: a key is missing, of another type or out of range.
+            ConfigError: a key is missing, of another type or out of range; or they are not signed, or other ones were.
         """
-        return cls(
+        told = cls(
             key=_taken(params, "remote_request_id", str),
             addresses=_addresses(params),
             block_size=_positive({"remote_block_size": block_size, **params}, "remote_block_size"),
         )
+        _check_push(params, token)
+        return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,22 +196,26 @@ class PushedPrefill:
     """Tokens of a block there."""
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any], /, *, num_tokens: int, block_size: int) -> PushedPrefill:
-        """From a request's `kv_transfer_params`.
+    def from_params(
+        cls, params: Mapping[str, Any], /, *, num_tokens: int, block_size: int, token: str | None
+    ) -> PushedPrefill:
+        """From a request's `kv_transfer_params`, as of `push_params`.
 
         Args:
             params: whatever came over the network.
             num_tokens: of the request's prompt.
-            block_size: as of `PushTarget.from_params`.
+            block_size, token: as of `PushTarget.from_params`.
 
         Raises:
-            ConfigError: a key is missing, of another type or out of range.
+            ConfigError: as of it.
         """
-        return cls(
+        told = cls(
             key=_taken(params, "remote_request_id", str),
             num_tokens=num_tokens,
             block_size=_positive({"remote_block_size": block_size, **params}, "remote_block_size"),
         )
+        _check_push(params, token)
+        return told
 
 
 def _addresses(params: Mapping[str, Any]) -> tuple[str, ...]:

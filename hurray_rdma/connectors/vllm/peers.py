@@ -6,15 +6,16 @@ Knows the engine's peers and which of them are still of use; nothing of requests
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from hurray_rdma.engine.sync import Engine, Peer
+from hurray_rdma.errors import ConfigError
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "of_rank"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,17 @@ class Peers:
             if not known.peer.connected and all(call.done() for call in known.calls):
                 del self._known[address]
                 known.peer.close_async().add_done_callback(partial(_log_failure, address))
+
+
+def of_rank(addresses: Sequence[str], tp_rank: int) -> str:
+    """The worker that has the same heads.
+
+    Raises:
+        ConfigError: there are not as many workers there as here.
+    """
+    if tp_rank >= len(addresses):
+        raise ConfigError(f"has none for rank {tp_rank}", field="remote_addresses", value=addresses)
+    return addresses[tp_rank]
 
 
 def _log_failure(address: str, closed: Future[None]) -> None:

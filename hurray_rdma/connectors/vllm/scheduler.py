@@ -17,6 +17,7 @@ from hurray_rdma.connectors.vllm.handoff import (
     PushedPrefill,
     PushTarget,
     RemotePrefill,
+    push_params,
     wants_remote_decode,
     wants_remote_prefill,
 )
@@ -119,16 +120,17 @@ class SchedulerSide:
             return
         assert params is not None
         remote, refusal = self._remote(request)
+        unwanted = self._unread(request) if remote is None or not num_external_tokens else None
         params["do_remote_prefill"] = False  # once: when it is preempted later, it is computed here
         self._release_hold(request_id)
+        if unwanted is not None:
+            self._step.decline.append(unwanted)
         if num_external_tokens:
             num_tokens = remote.num_tokens if remote is not None else request.num_prompt_tokens
             num_present = (num_tokens - num_external_tokens) // self._block_size
             blocks = block_ids[: -(-num_tokens // self._block_size)]
             self._step.load.append(Load(request_id, remote, refusal, blocks, num_present))
             self._loading.add(request_id)
-        elif remote is not None:
-            self._step.decline.append(remote)
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int], *, preempted: Iterable[str] = ()) -> Step:
         """What the workers are to do in the step that was just put together.
@@ -192,12 +194,7 @@ class SchedulerSide:
             return True, None
         target, _ = self._target(request)
         if target is not None:
-            return True, {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_request_id": target.key,
-                "remote_block_size": self._block_size,
-            }
+            return True, push_params(target.key, token=self._token, block_size=self._block_size)
         remote = RemotePrefill(
             key=self._key(request_id),
             addresses=self._addresses,
@@ -223,7 +220,8 @@ class SchedulerSide:
         if not self._pushes:
             return None, ""
         try:
-            target = PushTarget.from_params(request.kv_transfer_params or {}, block_size=self._block_size)
+            params, size = request.kv_transfer_params or {}, self._block_size
+            target = PushTarget.from_params(params, block_size=size, token=self._token)
             if len(target.addresses) != self._tp_size:
                 raise ConfigError(
                     f"must be the {self._tp_size} workers of this side",
@@ -237,15 +235,6 @@ class SchedulerSide:
             return None, str(error)
         return target, ""
 
-    def _pushed(self, request: Request, params: Mapping[str, Any]) -> PushedPrefill:
-        """What the other side pushes.
-
-        Raises:
-            ConfigError: as of `PushedPrefill.from_params`.
-        """
-        pushed = PushedPrefill.from_params(params, num_tokens=request.num_prompt_tokens, block_size=self._block_size)
-        return replace(pushed, key=self._pushed_key(pushed.key))
-
     def _release_hold(self, request_id: str) -> None:
         if request_id in self._held:
             self._held.remove(request_id)
@@ -254,45 +243,40 @@ class SchedulerSide:
 
     def _remote(self, request: Request) -> tuple[RemotePrefill | PushedPrefill | None, str]:
         """Where the pages of its prompt are, or why they cannot be had."""
-        params = request.kv_transfer_params
-        if not wants_remote_prefill(params):
+        if not wants_remote_prefill(request.kv_transfer_params):
             return None, ""
-        assert params is not None
         try:
-            if self._pushes:
-                return self._pushed(request, params), ""
-            remote = RemotePrefill.from_params(params, token=self._token)
-            self._check(remote, request)
+            remote = self._told(request)
+            if isinstance(remote, RemotePrefill):
+                self._check(remote, request)
         except ConfigError as error:
             return None, str(error)
         return remote, ""
 
     def _unread(self, request: Request) -> RemotePrefill | PushedPrefill | None:
-        """What the other side keeps for a request that never had blocks. vLLM brings those that it refuses before they
-        are requests with another prompt, so that it does not count how long that is."""
-        params = request.kv_transfer_params
-        if not wants_remote_prefill(params):
+        """What the other side keeps for a request that reads nothing of it, whether it could or not."""
+        if not wants_remote_prefill(request.kv_transfer_params):
             return None
-        assert params is not None
         try:
-            if self._pushes:
-                return self._pushed(request, params)
-            remote = RemotePrefill.from_params(params, token=self._token)
-            self._check_instance(remote)
+            return self._told(request)
         except ConfigError:
             return None
-        return remote
+
+    def _told(self, request: Request) -> RemotePrefill | PushedPrefill:
+        """What its parameters say.
+
+        Raises:
+            ConfigError: they cannot be believed.
+        """
+        params = request.kv_transfer_params or {}
+        if not self._pushes:
+            return RemotePrefill.from_params(params, token=self._token)
+        pushed = PushedPrefill.from_params(
+            params, num_tokens=request.num_prompt_tokens, block_size=self._block_size, token=self._token
+        )
+        return replace(pushed, key=self._pushed_key(pushed.key))
 
     def _check(self, remote: RemotePrefill, request: Request) -> None:
-        self._check_instance(remote)
-        if remote.num_tokens > request.num_prompt_tokens:
-            raise ConfigError(
-                f"is above the {request.num_prompt_tokens} tokens of the prompt here",
-                field="remote_num_tokens",
-                value=remote.num_tokens,
-            )
-
-    def _check_instance(self, remote: RemotePrefill) -> None:
         for name, value, here in (
             ("model", remote.model, self._model),
             ("tensor_parallel_size", len(remote.addresses), self._tp_size),
@@ -301,3 +285,9 @@ class SchedulerSide:
         ):
             if value != here:
                 raise ConfigError(f"of the prefill side; this side has {here!r}", field=name, value=value)
+        if remote.num_tokens > request.num_prompt_tokens:
+            raise ConfigError(
+                f"is above the {request.num_prompt_tokens} tokens of the prompt here",
+                field="remote_num_tokens",
+                value=remote.num_tokens,
+            )

@@ -8,11 +8,12 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from hurray_rdma.connectors.vllm.worker import Ended
+from hurray_rdma.connectors.vllm.steps import Ended
 
 __all__ = ["HurrayPromMetrics", "HurrayStats", "stats_of"]
 
 _LISTS = ("seconds", "moving_seconds", "nbytes", "num_pages", "num_resident")
+_COUNTS = ("num_read_prompts", "num_read_blocks", "read_nbytes")
 
 
 class HurrayStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not there when types are checked
@@ -26,15 +27,15 @@ class HurrayStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not there w
     def reset(self) -> None:
         """Nothing has happened."""
         lists: dict[str, Any] = {name: [] for name in _LISTS}
-        self.data: dict[str, Any] = lists | {"lanes": {}, "failures": {}}
+        self.data: dict[str, Any] = lists | dict.fromkeys(_COUNTS, 0) | {"lanes": {}, "failures": {}}
 
     def is_empty(self) -> bool:
         """Whether nothing has happened."""
-        return not self.data["seconds"] and not self.data["failures"]
+        return not any(self.data[name] for name in ("seconds", "failures", *_COUNTS))
 
     def aggregate(self, other: KVConnectorStats) -> HurrayStats:
         """Adds what another worker, or a later interval, has."""
-        for name in _LISTS:
+        for name in (*_LISTS, *_COUNTS):
             self.data[name] += other.data[name]
         for name in ("lanes", "failures"):
             for key, count in other.data[name].items():
@@ -53,6 +54,8 @@ class HurrayStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not there w
                 "Throughput (MB/s)": round(float(nbytes.sum() / seconds.sum()) / 2**20, 1),
                 "Lanes": "+".join(sorted(self.data["lanes"])),
             }
+        if self.data["num_read_prompts"]:
+            facts["Num prompts read by others"] = self.data["num_read_prompts"]
         return facts | {"Num failed transfers": sum(self.data["failures"].values())}
 
 
@@ -66,6 +69,8 @@ def stats_of(ended: Ended) -> HurrayStats | None:
         stats.data["num_pages"].append(transfer.num_pages)
         stats.data["num_resident"].append(transfer.num_resident)
         stats.data["lanes"][transfer.lane] = stats.data["lanes"].get(transfer.lane, 0) + 1
+    for name in _COUNTS:
+        stats.data[name] = getattr(ended, name)
     for kind in ended.failures:
         stats.data["failures"][kind] = stats.data["failures"].get(kind, 0) + 1
     return None if stats.is_empty() else stats
@@ -87,6 +92,11 @@ class HurrayPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._nbytes = self._counter("vllm:hurray_transfer_bytes", "Page bytes moved.")
         self._pages = self._counter("vllm:hurray_transfer_blocks", "Blocks moved, each layer's together.")
         self._resident = self._counter("vllm:hurray_resident_blocks", "Blocks that were here, and not moved.")
+        self._read = {
+            "num_read_prompts": self._counter("vllm:hurray_read_prompts", "Prompts that others have read here."),
+            "num_read_blocks": self._counter("vllm:hurray_read_blocks", "Blocks of them, also those that they had."),
+            "read_nbytes": self._counter("vllm:hurray_read_bytes", "Bytes of these blocks."),
+        }
         self._failures = self._counter("vllm:hurray_failed_transfers", "Transfers that failed.")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -95,6 +105,8 @@ class HurrayPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._seconds[engine_idx].observe(seconds)
         for counter, name in ((self._nbytes, "nbytes"), (self._pages, "num_pages"), (self._resident, "num_resident")):
             counter[engine_idx].inc(sum(transfer_stats_data[name]))
+        for name, counter in self._read.items():
+            counter[engine_idx].inc(transfer_stats_data[name])
         self._failures[engine_idx].inc(sum(transfer_stats_data["failures"].values()))
 
     def _counter(self, name: str, documentation: str) -> Any:

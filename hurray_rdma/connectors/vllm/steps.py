@@ -1,12 +1,15 @@
-"""What the scheduler's side tells the workers' side with each step of vLLM: plain values, since they may be pickled."""
+"""What the scheduler's side tells the workers' side with each step of vLLM, plain values, since they may be pickled;
+and what that one tells vLLM after it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from hurray_rdma.connectors.vllm.handoff import PushedPrefill, PushTarget, RemotePrefill
+from hurray_rdma.engine import TransferStats
 
-__all__ = ["Handshake", "Load", "Publish", "Step"]
+__all__ = ["Ended", "Handshake", "Load", "Publish", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,24 @@ class Step:
     hold: dict[str, RemotePrefill] = field(default_factory=dict)
     """Requests that wait for blocks."""
     unhold: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Ended:
+    """What has ended since the last step."""
+
+    sent: set[str] = field(default_factory=set)
+    """Requests whose blocks nobody reads any more."""
+    received: set[str] = field(default_factory=set)
+    """Requests whose loads have ended, failed ones included: nothing writes into their blocks any more."""
+    failed_block_ids: set[int] = field(default_factory=set)
+    """Blocks of failed loads; what is in them is undefined."""
+    transfers: list[TransferStats] = field(default_factory=list)
+    """That this side moved."""
+    num_read_prompts: int = 0
+    """That the other side has read: of them this one knows what it had published, not what was there already. Only the
+    first of tensor-parallel workers counts them; each counts its own part of their blocks."""
+    num_read_blocks: int = 0
+    read_nbytes: int = 0
+    failures: list[str] = field(default_factory=list)
+    """Kinds of errors."""
