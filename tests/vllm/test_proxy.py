@@ -73,14 +73,14 @@ async def standing(*stands: Stand) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def proxied(prefill: list[str], decode: list[str]) -> AsyncIterator[aiohttp.ClientSession]:
-    async with serving(make_app(prefill, decode)) as url, aiohttp.ClientSession(url) as client:
+async def proxied(prefill: list[str], decode: list[str], **push: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    async with serving(make_app(prefill, decode, **push)) as url, aiohttp.ClientSession(url) as client:
         yield client
 
 
 @contextlib.asynccontextmanager
-async def between(stands: dict[str, Stand]) -> AsyncIterator[aiohttp.ClientSession]:
-    async with standing(*stands.values()), proxied([stands["prefill"].url], [stands["decode"].url]) as client:
+async def between(stands: dict[str, Stand], **push: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    async with standing(*stands.values()), proxied([stands["prefill"].url], [stands["decode"].url], **push) as client:
         yield client
 
 

@@ -5,119 +5,47 @@ The servers take a minute to start, and all tests share them; the last one kills
 
 from __future__ import annotations
 
-import http.client
 import json
-import re
-import shlex
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import closing
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from hurray_rdma.testing.vllm_servers import Server, free_port, vllm_serve
-from tests.vllm.prompts import MODEL, PROMPTS
-
-BLOCK = 32
-BLOCK_NBYTES = 30 * 3 * 2 * 64 * BLOCK * 2
-"""Of the model: layers, heads, keys and values, head size; in bfloat16."""
-PROXY_PORT = 8000
-"""Where the proxy listens unless it is told otherwise."""
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@dataclass
-class Served:
-    prefill: Server
-    decode: Server
-    proxy: Server
-
-
-def commands(ports: dict[int, int]) -> list[list[str]]:
-    """The lines of the README that start the two and the proxy, with other ports in the place of its own."""
-    section = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## vLLM\n")[2]
-    block = section[section.index("    vllm serve MODEL") :].partition("\n\n")[0]
-    for printed, port in ports.items():
-        assert str(printed) in block or printed == PROXY_PORT
-        block = block.replace(str(printed), str(port))
-    return [shlex.split(line.replace("MODEL", MODEL)) for line in re.split(r"\n    (?=\S)", block.removeprefix("    "))]
+from hurray_rdma.testing.vllm_servers import Server
+from tests.vllm.prompts import PROMPTS
+from tests.vllm.serving import (
+    BLOCK,
+    BLOCK_NBYTES,
+    CHAT,
+    TEXT,
+    Served,
+    Stream,
+    answer,
+    asked,
+    chatted,
+    serving,
+    text_of,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    logs = tmp_path_factory.mktemp("logs")
-    ports = {printed: free_port() for printed in (8100, 8200, PROXY_PORT)}
-    first, second, third = commands(ports)
-    assert (first[:2], second[:2], third[0]) == (["vllm", "serve"], ["vllm", "serve"], "python")
-    with ExitStack() as running:
-        prefill, decode = (
-            running.enter_context(vllm_serve(line[2:], port=port, core=core, log=logs / f"{core}.log"))
-            for core, (line, port) in enumerate(zip((first, second), ports.values(), strict=False))
-        )
-        port = ports[PROXY_PORT]
-        command = [sys.executable, *third[1:], f"--port={port}"]
-        before = running.enter_context(Server(command, port=port, log=logs / "proxy.log"))
-        yield Served(prefill.ready(), decode.ready(), before.ready())
+    with serving("pull", {}, tmp_path_factory.mktemp("logs")) as servers:
+        yield servers
 
 
-def asked(prompt: str, **more: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 6} | more
-
-
-def chatted(prompt: str, **more: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": prompt}
-    return {"model": MODEL, "messages": [message], "temperature": 0, "max_completion_tokens": 6} | more
-
-
-def answer(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    status, told = server.post(path, body)
-    assert status == 200, told
-    return dict(told)
-
-
-def text_of(told: dict[str, Any]) -> str:
-    choice = told["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
-
-
-def until(holds: Callable[[], bool], *, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-class Stream:
-    """One streamed answer."""
-
-    def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
-        self._connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
-        headers = {"Content-Type": "application/json"}
-        self._connection.request("POST", path, json.dumps(body | {"stream": True}), headers)
-        self._answer = self._connection.getresponse()
-        assert self._answer.status == 200
-        assert self._answer.headers["Content-Type"].startswith("text/event-stream")
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for line in self._answer:
-            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                yield json.loads(line.removeprefix(b"data: "))
-
-    def close(self) -> None:
-        self._answer.close()
-        self._connection.close()
+def read_of(server: Server, what: str) -> float:
+    return server.metric(f"vllm:hurray_read_{what}_total")
 
 
 def test_the_same_text_as_from_one_and_the_metrics_say_what_was_moved(served: Served) -> None:
     names = ("vllm:hurray_transfer_seconds_count", "vllm:hurray_transfer_blocks_total")
     names = (*names, "vllm:hurray_resident_blocks_total", "vllm:hurray_transfer_bytes_total")
     before = {name: served.decode.metric(name) for name in names}
+    read = {what: read_of(served.prefill, what) for what in ("prompts", "blocks", "bytes")}
     num_blocks = 0
     for path, make, prompts in ((TEXT, asked, PROMPTS), (CHAT, chatted, PROMPTS[:3])):
         for prompt in prompts:
@@ -134,8 +62,12 @@ def test_the_same_text_as_from_one_and_the_metrics_say_what_was_moved(served: Se
     assert moved > num_blocks / 2
     assert nbytes == moved * BLOCK_NBYTES
     assert served.decode.metric("vllm:hurray_failed_transfers_total") == 0
-    status, text = served.prefill.get("/metrics")
-    assert (status, "vllm:hurray_transfer_seconds_count" in text) == (200, True)
+    # The side that was read from knows of it, too: of all blocks, for which were there it is not told.
+    until(lambda: read_of(served.prefill, "prompts") - read["prompts"] >= num_requests)
+    read = {what: read_of(served.prefill, what) - count for what, count in read.items()}
+    assert read == {"prompts": num_requests, "blocks": num_blocks, "bytes": num_blocks * BLOCK_NBYTES}
+    assert served.prefill.metric(names[0]) == 0, "it moves none itself"
+    assert read_of(served.decode, "prompts") == 0
 
 
 @pytest.mark.parametrize(("path", "make"), [(TEXT, asked), (CHAT, chatted)])
