@@ -199,7 +199,7 @@ def test_a_push_that_nobody_makes_or_takes_fails_in_time() -> None:
     theirs, mine = caches(), caches()
     with (
         worker(theirs, mode="push", timeout_s=1) as (source, _),
-        worker(mine, listens=True, mode="push", timeout_s=1) as (reader, _),
+        worker(mine, listens=True, mode="push", lease_s=1) as (reader, _),
     ):
         reader.begin(Step(load=[Load("d", pushed(), "", [3, 8, 1], 1)]))
         ended = until(reader, lambda ended: bool(ended.received))

@@ -39,9 +39,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     secret = folder / "token"
     secret.write_text(secrets.token_hex())
     replaced = {"7400": str(PORT), "/etc/hurray-token": str(secret)}
-    patient = {
-        '"mode": "push"': '"mode": "push", "timeout_s": 240'
-    }  # decode waits while prefill computes on a busy CPU
+    # Decode waits while prefill computes, on a CPU that may be busy.
+    patient = {'"mode": "push"': '"mode": "push", "timeout_s": 240, "lease_s": 240'}
     with serving("push", replaced | patient, folder) as servers:
         yield servers
 
