@@ -69,7 +69,7 @@ def sent(instance: Instance) -> Any:
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[Trio]:
-    extra = {"mode": "push", "timeout_s": 120}
+    extra = {"mode": "push", "timeout_s": 120, "lease_s": 120}
     ports = [free_port() for _ in range(2)]
     source = extra | {"push_to": [f"127.0.0.1:{port}" for port in ports]}
     here, there = (extra | {"port": port} for port in ports)
