@@ -135,6 +135,17 @@ class PoolLayout:
         """Bytes of one token of one head of a part; of one token of a scale or zero point."""
         return row_nbytes_of(self.spec, part)
 
+    def extent_nbytes(self, index: int, /) -> int:
+        """Bytes from the first to the last of a page, in the segment of that index."""
+        spec, segment, parts = self.spec, self.segments[index], parts_of(self.spec)
+        part = parts[index % len(parts)]
+        heads = spec.num_heads if part is Part.PAGES else 1
+        return (
+            (spec.page_size - 1) * segment.token_stride_nbytes
+            + (heads - 1) * segment.head_stride_nbytes
+            + self.row_nbytes(part)
+        )
+
     def check_inside(self, regions_nbytes: Sequence[int], /) -> None:
         """Checks that every slot lies in its region: needed of a layout that a peer has sent.
 
@@ -144,8 +155,6 @@ class PoolLayout:
         Raises:
             GeometryError: a segment names no region, or goes beyond its end.
         """
-        spec = self.spec
-        parts = parts_of(spec)
         for index, segment in enumerate(self.segments):
             if segment.region_index >= len(regions_nbytes):
                 raise GeometryError(
@@ -153,15 +162,8 @@ class PoolLayout:
                     field=f"segments[{index}].region_index",
                     value=segment.region_index,
                 )
-            part = parts[index % len(parts)]
-            heads = spec.num_heads if part is Part.PAGES else 1
-            end = (
-                segment.offset_nbytes
-                + (self.num_pages - 1) * segment.page_stride_nbytes
-                + (spec.page_size - 1) * segment.token_stride_nbytes
-                + (heads - 1) * segment.head_stride_nbytes
-                + self.row_nbytes(part)
-            )
+            last_page = segment.offset_nbytes + (self.num_pages - 1) * segment.page_stride_nbytes
+            end = last_page + self.extent_nbytes(index)
             if end > regions_nbytes[segment.region_index]:
                 raise GeometryError(
                     f"ends at byte {end} of region {segment.region_index}, which has "

@@ -26,8 +26,8 @@ DIALECT_TAGS: dict[str, int] = {"adr-024": 0x0B, "hurray-0.2": 0x0A}
 """Layout tag that announces each dialect of the block-paged descriptor in a HELLO."""
 
 
-PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/6")
-"""Layout entry of a HELLO that says: I speak the private messages, in the sixth version of their layout.
+PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/7")
+"""Layout entry of a HELLO that says: I speak the private messages, in the seventh version of their layout.
 
 Both sides must name the same one. It goes up whenever a private message changes: what it carries, how that lies in
 bytes, or what follows from it."""
@@ -159,3 +159,7 @@ class PeerInfo:
     """Largest payload the peer accepts."""
     heartbeat_s: float
     """After how long a silence the peer pings; told, and nothing rests on it: each side pings by its own."""
+    pages_port: int = 0
+    """Client: as of SESSION."""
+    pages_ticket: bytes = field(default=b"", repr=False)
+    """Client: as of SESSION."""

@@ -19,6 +19,7 @@ _MAX_PROCESS_ID_NBYTES = 128
 _MAX_ADDRESS_NBYTES = 32 * 1024
 _MAX_REASON_CHARS = 4096
 _MIN_SESSION_ID_NBYTES, _MAX_SESSION_ID_NBYTES = 16, 64
+_MAX_TICKET_NBYTES = 64
 MAX_QUIET_SESSIONS = 64
 MAX_DESCRIPTORS = 4096
 """Of one snapshot. There is one for each role of each layer: a model of 128 layers has 256."""
@@ -40,6 +41,10 @@ class SessionMessage:
     quiet_sessions: tuple[bytes, ...] = field(default=(), repr=False)
     """Client: earlier sessions that broke, and of which nothing is in flight any more; at most 64, each
     of 16 to 64 bytes, so that a session without a name is never among them."""
+    pages_port: int = 0
+    """Server: TCP port, beside its own on the same address, of connections for page bytes; 0 is none."""
+    pages_ticket: bytes = field(default=b"", repr=False)
+    """Server: what this client shows there, once; a secret of at most 64 bytes."""
 
     def __post_init__(self) -> None:
         at_most("engine_name", self.engine_name, MAX_NAME_CHARS)
@@ -53,6 +58,8 @@ class SessionMessage:
             _check_session_id(f"quiet_sessions[{index}]", session_id)
         if self.session_id:
             _check_session_id("session_id", self.session_id)
+        between("pages_port", self.pages_port, 0, 65535)
+        between("len(pages_ticket)", len(self.pages_ticket), 0, _MAX_TICKET_NBYTES)
 
 
 def _check_session_id(name: str, session_id: bytes) -> None:

@@ -53,6 +53,8 @@ class _Session(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     heartbeat_s: float
     session_id: bytes
     quiet_sessions: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_QUIET_SESSIONS)]
+    pages_port: int
+    pages_ticket: bytes
 
 
 class _Pool(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -179,6 +181,8 @@ def _decode_session(payload: memoryview) -> Message:
         heartbeat_s=raw.heartbeat_s,
         session_id=raw.session_id,
         quiet_sessions=raw.quiet_sessions,
+        pages_port=raw.pages_port,
+        pages_ticket=raw.pages_ticket,
     )
 
 
@@ -346,6 +350,7 @@ def _snapshot_values(snapshot: SnapshotFields) -> tuple[object, ...]:
 def _encode_session(session: SessionMessage) -> bytes:
     fields: tuple[object, ...] = (session.engine_name, session.token, session.host_id, session.process_id)
     fields += (session.worker_address, float(session.heartbeat_s), session.session_id, session.quiet_sessions)
+    fields += (session.pages_port, session.pages_ticket)
     return _ENCODER.encode(fields)
 
 

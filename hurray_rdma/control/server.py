@@ -8,6 +8,7 @@ it says nothing but SERVER_HELLO (only what both sides have) and ERROR.
 from __future__ import annotations
 
 import hmac
+from dataclasses import replace
 
 from hurray_rdma.control.answers import check_commit, check_reserved
 from hurray_rdma.control.codes import (
@@ -72,12 +73,19 @@ class ServerSession(DataSession):
         super().__init__(config, now=now)
         self.worker_address = b""
         """The UCX worker address that the client was told, from SessionOpened on."""
+        self.pages_ticket = b""
+        """What it was told to show for a connection for page bytes."""
+        self._pages_port = 0
         self._client_hello: ClientHello | None = None
         self._introduced: tuple[SessionMessage, str] | None = None
         """What an authenticated client said, and whose token it has."""
         self._max_open_nbytes = _OPEN_MESSAGES * config.max_message_nbytes
 
     # Calls of the engine.
+
+    def lend_pages_port(self, port: int, ticket: bytes) -> None:
+        """What the client is to be told of connections for page bytes; before `admit`. As of SESSION."""
+        self._pages_port, self.pages_ticket = port, ticket
 
     def admit(self, worker_address: bytes, *, now: float) -> list[Event]:
         """Open the session of a client that was introduced, and tell it which UCX worker is its.
@@ -89,7 +97,9 @@ class ServerSession(DataSession):
         if not self.is_closed and not self.is_open and self._introduced is not None and self._client_hello is not None:
             message, tenant = self._introduced
             self.worker_address = worker_address
-            self._send(self._own_session_message("", worker_address), SESSION_STREAM_ID)
+            own = self._own_session_message("", worker_address)
+            own = replace(own, pages_port=self._pages_port, pages_ticket=self.pages_ticket)
+            self._send(own, SESSION_STREAM_ID)
             self._open(self._client_hello, message, now, events, tenant=tenant)
         return events
 

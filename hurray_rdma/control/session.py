@@ -265,6 +265,8 @@ class Session(ABC):
             capabilities=self.config.capabilities & hello.capabilities,
             max_message_nbytes=hello.max_message_nbytes,
             heartbeat_s=session.heartbeat_s,
+            pages_port=session.pages_port,
+            pages_ticket=session.pages_ticket,
         )
         events.append(SessionOpened(self.peer))
 

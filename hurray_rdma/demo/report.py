@@ -91,7 +91,7 @@ class DemoReport:
     lane: str
     """UCX transport that carried the pages."""
     path: str
-    """``mapped`` or ``put``."""
+    """``mapped``, ``put`` or ``stream``."""
     logical_nbytes: int
     """Bytes if each sequence were sent by itself."""
     sent_nbytes: int
@@ -179,6 +179,7 @@ def lane_text(lane: str, path: str) -> str:
     how = {
         "mapped": "the sender maps the receiver's pages and stores into them",
         "put": "one-sided puts (ucp_put_nbx)",
+        "stream": "a connection for pages, straight from page to page",
     }
     return f"[bold]{lane}[/bold], {how.get(path, path)}"
 

@@ -73,7 +73,7 @@ class RemotePool:
 
     @property
     def path(self) -> str:
-        """How they are moved: ``mapped``, ``put`` (or got) or ``frames``."""
+        """How they are moved: ``mapped``, ``put`` (or got), ``stream`` or ``frames``."""
         return self.memories[0].path_from(self.device).value if self.memories else FRAMES_PATH
 
 
@@ -256,6 +256,7 @@ class Exchange(ABC, Generic[Answer]):
             zeros=self._route.zeros(plan.zeros_nbytes) if plan.zeros_nbytes and pool.device == "cpu" else None,
             stop=self._stop,
             deadline=self._deadline,
+            transfer_id=self._transfer_id or 0,  # none: it has ended by now, and moves nothing
         )
         return self._mover
 

@@ -89,7 +89,7 @@ class Granted:
             await self._idle.wait()
 
     def add(self, whole: Whole, offer: GoodOffer, page_ids: NDArray[np.uint32]) -> None:
-        """The sender was told of its pages.
+        """The sender is being told of its pages.
 
         Args:
             whole: what it belongs to.
@@ -98,6 +98,7 @@ class Granted:
         """
         now, first_s = self._loop.time(), min(self._lease_s, self._max_transfer_s)
         until = now + self._max_transfer_s
+        offer.link.permits.begin(offer.transfer_id, offer.offer.path, self._pool, page_ids, writes=True)
         part = Part(offer, whole, page_ids, now, until, self._lease_timer(*offer.key, first_s))
         self._parts[offer.key] = part
         whole.parts.append(part)
@@ -355,6 +356,8 @@ class Granted:
 
     def _forget(self, key: tuple[Link, int]) -> None:
         self._parts.pop(key).lease_timer.cancel()
+        link, transfer_id = key
+        link.permits.end(transfer_id)
 
     def _look_idle(self) -> None:
         if not self._parts and not self.unfilled:

@@ -147,8 +147,8 @@ class Granting:
         grant = Grant(generation=self.generation, page_ids=page_ids, resident=resident, lease_s=self._lease_s)
         if not offer.link.session.grant(offer.transfer_id, grant, now=self._loop.time()):
             raise TransferAbortedError(f"the sender of {offer.offer.key!r} does not wait for its grant any more")
-        offer.link.notify()
         self._granted.add(whole, offer, page_ids[~resident])
+        offer.link.notify()
 
     def _abort(self, arrival: Arrival, reason: str) -> None:
         """The application does not want the arrival any more."""

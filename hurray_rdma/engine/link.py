@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from hurray_rdma.control import Channel, PeerInfo, ServerSession
 from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.permits import SessionPermits
 from hurray_rdma.engine.processes import ProcessWatch
-from hurray_rdma.transport import Worker
+from hurray_rdma.transport import Guest, Worker
 
 __all__ = ["Link"]
 
@@ -22,6 +23,7 @@ class Link:
     Args:
         channel: its session is open.
         own_worker: the UCX worker that this peer alone was told of; None where it has the engine's.
+        guest: as of the page stream that it was told of; None where it was not.
         ended: called when its process has ended.
     """
 
@@ -30,6 +32,7 @@ class Link:
         channel: Channel,
         *,
         own_worker: Worker | None,
+        guest: Guest | None,
         ended: Callable[[Link], None],
     ) -> None:
         assert isinstance(channel.session, ServerSession)
@@ -41,6 +44,8 @@ class Link:
         """Ends the connection at once."""
         self.peer: PeerInfo = channel.session.peer
         self.own_worker = own_worker
+        self.guest = guest
+        self.permits = SessionPermits(guest.permits if guest is not None else None)
         self.log = EngineLog(_log, peer=self.peer.engine_name)
         self.process_ended = False
         """Whether its process is known to have ended."""

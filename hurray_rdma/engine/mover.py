@@ -50,6 +50,7 @@ class Mover:
             they come from memory of it, by the lane of the pages.
         stop: ends it early.
         deadline: until when, on the monotonic clock, seconds.
+        transfer_id: of the session.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Mover:
         zeros: Region | None = None,
         stop: StopFlag,
         deadline: float,
+        transfer_id: int,
     ) -> None:
         self._pool = pool
         self._plan = plan
@@ -70,6 +72,7 @@ class Mover:
         self._zeros = zeros
         self._stop = stop
         self._deadline = deadline
+        self._transfer_id = transfer_id
         self.in_doubt = False
         """Whether bytes of a move that failed may still arrive."""
 
@@ -128,6 +131,7 @@ class Mover:
                 stop=self._stop,
                 timeout_s=self._left_s(),
                 path=remote.path_from(self._pool.device),  # zeros, which are in host memory, go the way of the pages
+                transfer_id=self._transfer_id,
             )
         done.add(Moves(moved.num_operations, moved.nbytes, moved.seconds))
 

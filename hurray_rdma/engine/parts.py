@@ -17,7 +17,7 @@ from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.frames import Unpacker
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.logs import EngineLog
-from hurray_rdma.engine.reach import Reach, reach_of
+from hurray_rdma.engine.reach import NEVER_LATE, Reach, reach_of
 from hurray_rdma.plan import PageMap
 
 __all__ = ["GoodOffer", "Loud", "Part", "Remains", "WaitingOffers", "Whole"]
@@ -67,7 +67,7 @@ class Part:
     @property
     def may_be_loud(self) -> bool:
         """Whether bytes of it may land after its sender is gone."""
-        return self.reach is not Reach.FRAMES and len(self.page_ids) > 0
+        return self.reach not in NEVER_LATE and len(self.page_ids) > 0
 
     @property
     def reach(self) -> Reach:

@@ -278,6 +278,7 @@ class Publishing:
             nbytes=publication.nbytes,
             lease_s=published.lease_s,
             time_s=min(fetch.deadline_s, self._max_transfer_s),
+            path=fetch.path,
             on_end=partial(self._read, publication),
         )
 

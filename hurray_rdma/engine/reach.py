@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["Reach", "reach_of"]
+__all__ = ["NEVER_LATE", "Reach", "reach_of"]
 
 _MAPPED = frozenset({"sysv", "posix", "shared", "private"})
 _BY_ADDRESS = frozenset({"cma", "knem", "xpmem", "cuda_ipc"})
@@ -15,6 +15,8 @@ class Reach(Enum):
 
     FRAMES = auto()
     """The control channel: nothing outlives the session."""
+    STREAM = auto()
+    """A page stream, which this side's own threads read, under a permit: nothing outlives the transfer."""
     MAPPING = auto()
     """Stores into memory that both processes map: ends with the process, or when the memory is replaced."""
     ADDRESS = auto()
@@ -26,16 +28,22 @@ class Reach(Enum):
     """A network card, by key: ends when the memory is registered anew."""
 
 
+NEVER_LATE = frozenset({Reach.FRAMES, Reach.STREAM})
+"""Of which nothing can land once this side has ended the transfer."""
+
+
 def reach_of(path: str, lane: str) -> Reach:
     """The reach of a sender that writes by ``path`` over ``lane``, as it said in its offer.
 
     Args:
-        path: ``mapped``, ``put`` or ``frames``.
+        path: ``mapped``, ``put``, ``stream`` or ``frames``.
         lane: name of a UCX transport, or several: ``"cma"``, ``"tcp (emulated)"``, ``"rc_mlx5+tcp"``. To or from a
             GPU also ``"tcp (staged)"`` and ``"rc_mlx5 (expected)"``, which may come to the same.
     """
     if path == "frames":
         return Reach.FRAMES
+    if path == "stream":
+        return Reach.STREAM
     names, _, how = lane.partition(" ")
     transports = set(names.split("+"))
     if how in ("(staged)", "(expected)"):  # nobody knows yet, or UCX chooses for each size: some may go by address

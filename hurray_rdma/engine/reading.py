@@ -88,20 +88,27 @@ class Readings:
         nbytes: int,
         lease_s: float,
         time_s: float,
+        path: str,
         on_end: Callable[[ReadingEnd], None],
     ) -> None:
-        """The reader has been told of the snapshot.
+        """The reader is being told of the snapshot.
 
-        Args:
-            link: its connection.
-            transfer_id: of the fetch.
-            snapshot: what it reads.
-            lease: of the pages; released at the end.
-            nbytes: page bytes of the snapshot.
-            lease_s: how long the reader may be silent, seconds.
-            time_s: how long it may read at all, seconds.
-            on_end: told how it has ended.
+                Args:
+                    link: its connection.
+                    transfer_id: of the fetch.
+                    snapshot: what it reads.
+                    lease: of the pages; released at the end.
+                    nbytes: page bytes of the snapshot.
+                    lease_s: how long the reader may be silent, seconds.
+                    time_s: how long it may read at all, seconds.
+        <<<<<<< HEAD
+                    on_end: told how it has ended.
+        =======
+                    path: how it is going to read.
+                    on_end: told whether it has read all of it.
+        >>>>>>> 0605cc4 (Move pages over TCP connections of the engine's own where UCX has only tcp)
         """
+        link.permits.begin(transfer_id, path, snapshot.pool, snapshot.block_table, writes=False)
         now = self._loop.time()
         timer = self._loop.call_at(now + min(lease_s, time_s), self._due, link, transfer_id)
         self._readings[link, transfer_id] = _Reading(snapshot, nbytes, lease, lease_s, now, now + time_s, timer, on_end)
@@ -207,8 +214,9 @@ class Readings:
         if reading is None:
             return False
         reading.timer.cancel()
+        link, transfer_id = key
+        link.permits.end(transfer_id)
         if reading.delivery is not None:
-            link, transfer_id = key
             self._servings[link].drop(transfer_id)
         reading.lease.release()
         reading.on_end(how)

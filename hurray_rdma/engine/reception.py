@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -34,10 +35,12 @@ from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.shortages import Shortages
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
-from hurray_rdma.errors import ConfigError, PeerLostError
-from hurray_rdma.transport import Context, Worker
+from hurray_rdma.errors import ConfigError, HurrayError, PeerLostError, TransportError
+from hurray_rdma.transport import Context, Guest, PageStreamListener, Worker
 
 __all__ = ["Reception"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_SESSIONS = 1024
 """Of senders with a UCX worker of their own."""
@@ -94,6 +97,9 @@ class Reception:
         self._links: dict[Link, Channel] = {}
         self._owing: set[Link] = set()
         self._own_workers: dict[bytes, Worker] = {}
+        self._streams: PageStreamListener | None = None
+        self._guests: dict[bytes, Guest] = {}
+        """Of sessions that are about to open, by their tickets."""
         self._num_opening = 0
         self._opening = asyncio.Lock()
         """UCX makes one at a time: those that wait for their turn keep no thread."""
@@ -125,10 +131,27 @@ class Reception:
             ssl_context=ssl_context,
             allow_unauthenticated=allow_unauthenticated,
         )
+        self._listen_for_streams()
+
+    def _listen_for_streams(self) -> None:
+        """Page streams come to a port of their own; without one, what they are for goes UCX's way."""
+        assert self._listener is not None
+        loop = asyncio.get_running_loop()
+
+        def ended(guest: Guest, error: HurrayError | None) -> None:
+            loop.call_soon_threadsafe(self._stream_ended, guest, error)
+
+        hosts = dict.fromkeys(address.host for address in self._listener.addresses)
+        try:
+            self._streams = PageStreamListener(hosts, on_end=ended)
+        except TransportError as error:
+            _log.warning("senders over tcp are left to UCX: %s", error)
 
     async def close(self) -> None:
         """Ends all sessions and what they had under way."""
         async with contextlib.AsyncExitStack() as steps:
+            if self._streams is not None:
+                steps.push_async_callback(asyncio.to_thread, self._streams.close)
             steps.push_async_callback(self._finish)
             steps.push_async_callback(self.publishing.close)
             for channel in list(self._links.values()):
@@ -295,6 +318,7 @@ class Reception:
     async def _worker_address(self, session: ServerSession, host_id: bytes) -> bytes:
         """What a sender of that host is told to connect to."""
         if host_id == self._context.memory_domain:
+            self._lend_stream(session)
             return self._worker.address
         num_sessions = len(self._links) + self._num_opening
         if num_sessions >= _MAX_SESSIONS:
@@ -312,14 +336,28 @@ class Reception:
             await asyncio.to_thread(worker.close)
             raise
         self._own_workers[worker.address] = worker
+        self._lend_stream(session)
         return worker.address
+
+    def _lend_stream(self, session: ServerSession) -> None:
+        """A ticket for a page stream, with what is said last before the session is open."""
+        if self._streams is not None and not session.is_closed:
+            guest = self._streams.expect()
+            self._guests[guest.ticket] = guest
+            session.lend_pages_port(self._streams.port, guest.ticket)
+
+    def _stream_ended(self, guest: Guest, error: HurrayError | None) -> None:
+        link = next((link for link in self._links if link.guest is guest), None)
+        if link is not None and error is not None:
+            link.log.warning("its connection for pages has ended: %s", error)
 
     def _accept(self, channel: Channel) -> EventHandler:
         """A sender has connected and may stay."""
         session = channel.session
         assert isinstance(session, ServerSession)
         own_worker = self._own_workers.pop(session.worker_address, None)
-        link = Link(channel, own_worker=own_worker, ended=self._process_ended)
+        guest = self._guests.pop(session.pages_ticket, None)
+        link = Link(channel, own_worker=own_worker, guest=guest, ended=self._process_ended)
         self._links[link] = channel
         self._tally.connected()
 
@@ -388,6 +426,8 @@ class Reception:
         """A session has ended; what its sender posted before may still be on its way."""
         self._start(self._wait_closed(self._links.pop(link)))
         self._owing.add(link)
+        if link.guest is not None and self._streams is not None:
+            self._streams.dismiss(link.guest)
         if link.own_worker is not None:
             self._start(self._close_worker(link, link.own_worker))
         if link.process_ended:  # which may be known before the end of its connection is

@@ -10,9 +10,10 @@ from hurray_rdma.engine.apart import apart
 from hurray_rdma.engine.compat import announced_layout, same_kind, same_tensors
 from hurray_rdma.engine.exchange import RemotePool
 from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.permits import can_stream
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, ProtocolError, TransportError
-from hurray_rdma.transport import Endpoint, Path, RemoteMemory, RemoteRegion
+from hurray_rdma.transport import Endpoint, PageStream, Path, RemoteMemory, RemoteRegion
 
 __all__ = ["RemotePools"]
 
@@ -29,6 +30,7 @@ class RemotePools:
         self._log = log
         self._tally = tally
         self._endpoint: Endpoint | None = None
+        self._stream: PageStream | None = None
         self._announced: dict[int, tuple[Pool, PoolLayout]] = {}
         self._open: dict[int, RemotePool] = {}
         self._fell_back = False
@@ -51,9 +53,10 @@ class RemotePools:
         counts = (len(layout.spec.tensors) for _, layout in self._announced.values())
         return min(MAX_DESCRIPTORS, max(counts, default=1))
 
-    def use(self, endpoint: Endpoint | None) -> None:
-        """Reaches them over an endpoint; None is the control channel."""
-        self._endpoint = endpoint
+    def use(self, endpoint: Endpoint | None, stream: PageStream | None) -> None:
+        """Reaches them over an endpoint, and those on the host over the stream, if there is one; without an endpoint,
+        over the control channel."""
+        self._endpoint, self._stream = endpoint, stream
 
     def hear(self, pool: Pool) -> None:
         """Takes an announcement, in place of any older one."""
@@ -192,7 +195,8 @@ class RemotePools:
 
     def warn_if_slow(self, *, same_host: bool) -> None:
         """UCX takes a slow lane without a word."""
-        lane = next((remote.lane for remote in self.all() if remote.path == Path.PUT.value), "")
+        slow = (Path.PUT.value, Path.STREAM.value)
+        lane = next((remote.lane for remote in self.all() if remote.path in slow), "")
         if lane.endswith("(emulated)"):
             self._log.warning(
                 "pages travel over %s: UCX copies them in software, at a tenth of the speed. In a container allow "
@@ -217,11 +221,12 @@ class RemotePools:
         memories: list[RemoteMemory] = []
         if self._endpoint is not None:
             try:
-                for region in pool.regions:
+                stream = self._stream if can_stream(layout) else None
+                for index, region in enumerate(pool.regions):
                     remote = RemoteRegion(
                         remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey, device=pool.device
                     )
-                    memories.append(self._endpoint.open_region(remote))
+                    memories.append(self._endpoint.open_region(remote, stream=stream, index=index))
             except HurrayError as error:
                 for memory in memories:
                     memory.close()

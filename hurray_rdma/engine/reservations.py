@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hurray_rdma.cache import Lease, PagePool
 from hurray_rdma.control import ErrorCode, Grant, Reserve, error_code
 from hurray_rdma.engine.link import Link
-from hurray_rdma.engine.reach import Reach, reach_of
+from hurray_rdma.engine.reach import NEVER_LATE, Reach, reach_of
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, PoolExhaustedError
 
@@ -81,6 +81,7 @@ class Reservations:
                 lease.release()
         if not granted:
             return
+        link.permits.begin(transfer_id, reserve.path, self._pool, lease.page_ids, writes=True)
         reach = reach_of(reserve.path, reserve.lane)
         timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
         self._held[link, transfer_id] = _Reservation(lease, reach, now, timer)
@@ -169,7 +170,11 @@ class Reservations:
         held.timer = self._loop.call_later(left_s, self._due, link, transfer_id)
 
     def _quarantine(self, key: tuple[Link, int], reason: str) -> None:
-        held = self._loud[key] = self._forget(key)
+        held = self._forget(key)
+        if held.reach in NEVER_LATE:
+            held.lease.release()
+            return
+        self._loud[key] = held
         self._pool.allocator.quarantine(held.lease, reason=reason, revocable=held.reach is not Reach.ADDRESS)
         self._tally.quarantined(len(held.lease))
 
@@ -181,6 +186,8 @@ class Reservations:
     def _forget(self, key: tuple[Link, int]) -> _Reservation:
         held = self._held.pop(key)
         held.timer.cancel()
+        link, transfer_id = key
+        link.permits.end(transfer_id)
         self._num_pages -= len(held.lease)
         if not self._held:
             self._idle.set()

@@ -10,26 +10,21 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from hurray_rdma.errors import (
-    DeadlineExceededError,
-    TransferAbortedError,
-    TransportError,
-)
+from hurray_rdma.errors import TransportError
 from hurray_rdma.transport.binding import BoundWorker, native
 from hurray_rdma.transport.envelope import seal, unseal
 from hurray_rdma.transport.lanes import LaneReport, parse_lanes
 from hurray_rdma.transport.memory import RemoteRegion
+from hurray_rdma.transport.page_streams import PageStream
 from hurray_rdma.transport.remote import Offsets, RemoteMemory, StopFlag
 from hurray_rdma.transport.status import deadline_ns, raise_for
+from hurray_rdma.transport.turns import take_turn
 
 __all__ = ["Endpoint", "Worker"]
 
 _WINDOW = 512
 """Operations in flight per plan: enough to fill any lane, few enough that a stop is heard soon."""
 _CLOSE_TIMEOUT_S = 2.0
-_LOOK_S = 0.02
-"""How often one who waits for another's plan to end looks whether it is still wanted."""
-
 
 _stranded: list[Endpoint] = []
 """What UCX would not let go of: freeing it would let UCX read freed memory."""
@@ -191,14 +186,17 @@ class Endpoint:
             )
         raise_for(status, "flush", timeout_s=timeout_s)
 
-    def open_region(self, remote: RemoteRegion) -> RemoteMemory:
+    def open_region(self, remote: RemoteRegion, *, stream: PageStream | None = None, index: int = 0) -> RemoteMemory:
         """Unpacks a peer's rkey for this endpoint (``ucp_ep_rkey_unpack``).
+
+        Args:
+            remote, stream, index: as of `RemoteMemory`.
 
         Raises:
             ProtocolError: the rkey is damaged.
             TransportError: UCX cannot use it.
         """
-        memory = RemoteMemory(self, remote)
+        memory = RemoteMemory(self, remote, stream=stream, index=index)
         self._remote_memories.append(memory)
         return memory
 
@@ -231,12 +229,7 @@ class Endpoint:
         Raises:
             DeadlineExceededError: another plan kept the endpoint busy for ``timeout_s``.
         """
-        deadline = time.monotonic() + timeout_s
-        while not self._in_use.acquire(timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
-            if stop.is_set():
-                raise TransferAbortedError("it was stopped while it waited for the endpoint")
-            if time.monotonic() >= deadline:
-                raise DeadlineExceededError("the endpoint was busy all the time", field="timeout_s", value=timeout_s)
+        left_s = take_turn(self._in_use, "endpoint", stop=stop, timeout_s=timeout_s)
         try:
             handle = self.handle
             self._running = stop
@@ -255,7 +248,7 @@ class Endpoint:
                 lengths,
                 _WINDOW,
                 stop,
-                deadline_ns(deadline - time.monotonic()),
+                deadline_ns(left_s),
                 describe,
             )
             posted, completed, *_ = outcome

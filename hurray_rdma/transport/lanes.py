@@ -58,6 +58,11 @@ class LaneReport:
         rma = [lane.transport for lane in self.rma if lane.transport not in _DEVICE_ONLY]
         return _joined(rma) or f"{self._by_messages} (emulated)"
 
+    @property
+    def only_tcp(self) -> bool:
+        """Whether nothing but TCP carries host memory, be it one-sided or emulated."""
+        return self.name in ("tcp", "tcp (emulated)")
+
     def name_between(self, device: str, peer_device: str) -> str:
         """The same, of memory on a device here or of the peer: ``"cuda_ipc (expected)"``, ``"tcp (staged)"``.
 

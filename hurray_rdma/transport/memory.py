@@ -22,9 +22,11 @@ from hurray_rdma.transport.envelope import seal
 if TYPE_CHECKING:
     from hurray_rdma.transport.context import Context
 
-__all__ = ["Region", "RemoteRegion", "copy_local"]
+__all__ = ["Memory", "Region", "RemoteRegion", "copy_local"]
 
 _log = logging.getLogger(__name__)
+
+Memory = native.Memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A peer's region reached over one endpoint: the place that plans are written to, or read from.
 
-A plan here is three arrays of offsets and lengths; the room above decides what they mean. Knows the two ways to a
-remote region (`Path`), and whether bytes of a plan that failed may still arrive.
+A plan here is three arrays of offsets and lengths; the room above decides what they mean. Knows the ways to a remote
+region (`Path`), and whether bytes of a plan that failed may still arrive.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hurray_rdma.transport.envelope import unseal
 from hurray_rdma.transport.lanes import carried_by
 from hurray_rdma.transport.mappings import is_writable_memory, mapping_kind
 from hurray_rdma.transport.memory import Region, RemoteRegion
+from hurray_rdma.transport.page_streams import PageStream
 from hurray_rdma.transport.status import deadline_ns, raise_for
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Path(Enum):
     """This process maps the peer's memory (``ucp_rkey_ptr``), and stores into it or loads from it."""
     PUT = "put"
     """``ucp_put_nbx`` or ``ucp_get_nbx``, and ``ucp_ep_flush_nbx``."""
+    STREAM = "stream"
+    """A TCP connection of this engine's own (`PageStream`), where UCX has nothing but tcp: host memory only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,22 @@ class Moved:
 
 
 class RemoteMemory:
-    """A peer's region, reachable over one endpoint: the place that plans are written to, or read from."""
+    """A peer's region, reachable over one endpoint: the place that plans are written to, or read from.
 
-    def __init__(self, endpoint: Endpoint, remote: RemoteRegion) -> None:
+    Args:
+        endpoint: to the peer.
+        remote: the region.
+        stream: takes the place of the endpoint between host memory and host memory.
+        index: of the region, as the peer's end of the stream counts those of its pool.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, remote: RemoteRegion, *, stream: PageStream | None = None, index: int = 0
+    ) -> None:
         self._endpoint = endpoint
         self.remote = remote
+        self._stream = stream if remote.device == "cpu" else None
+        self._index = index
         if endpoint.closed:
             raise TransportError("the endpoint is closed")
         try:
@@ -81,13 +95,17 @@ class RemoteMemory:
 
     def path_from(self, device: str) -> Path:
         """How `write` and `read` will move bytes between it and this process's memory on a device."""
-        return Path.MAPPED if self._pointer and device == "cpu" else Path.PUT
+        if self._pointer and device == "cpu":
+            return Path.MAPPED
+        return Path.STREAM if self._stream is not None and device == "cpu" else Path.PUT
 
     def lane_from(self, device: str) -> str:
         """The transport that carries them: the kind of shared memory when mapped, else the endpoint's RMA lane; as soon
         as something was moved from a device or to it, what UCX took."""
         if self._mapping and device == "cpu":
             return self._mapping
+        if self.path_from(device) is Path.STREAM:
+            return "tcp"
         if device in self._carried:
             return self._carried[device][1]
         return self._endpoint.lanes.name_between(device, self.remote.device)
@@ -112,6 +130,7 @@ class RemoteMemory:
         stop: StopFlag,
         timeout_s: float,
         path: Path | None = None,
+        transfer_id: int = 0,
     ) -> Moved:
         """Writes a plan and waits until every byte is at the peer. Blocks; releases the GIL.
 
@@ -123,6 +142,7 @@ class RemoteMemory:
             stop: set it from another thread to end the plan early.
             timeout_s: budget for the whole plan.
             path: as of other memory of the same transfer; None is `path_from` the device of ``src``.
+            transfer_id: what the peer has permitted it for; only a stream asks.
 
         Raises:
             GeometryError: a piece lies outside either region; nothing was written.
@@ -136,7 +156,17 @@ class RemoteMemory:
         _check_inside("src", src_offsets, lengths, src.nbytes)
         _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
         path = path or self.path_from(src.device)
-        return self._move(src, src_offsets, dst_offsets, lengths, path=path, get=False, stop=stop, timeout_s=timeout_s)
+        return self._move(
+            src,
+            src_offsets,
+            dst_offsets,
+            lengths,
+            path=path,
+            get=False,
+            stop=stop,
+            timeout_s=timeout_s,
+            transfer_id=transfer_id,
+        )
 
     def read(
         self,
@@ -148,6 +178,7 @@ class RemoteMemory:
         stop: StopFlag,
         timeout_s: float,
         path: Path | None = None,
+        transfer_id: int = 0,
     ) -> Moved:
         """Reads a plan and waits until every byte is here. Blocks; releases the GIL.
 
@@ -155,7 +186,7 @@ class RemoteMemory:
             dst: this process's region; must stay registered until the call returns.
             src_offsets: uint64 ``[num_operations]``, bytes from the start of the remote region.
             dst_offsets: uint64 ``[num_operations]``, bytes from the start of ``dst``.
-            lengths, stop, timeout_s, path: as of `write`.
+            lengths, stop, timeout_s, path, transfer_id: as of `write`.
 
         Raises:
             HurrayError: as `write`; ``in_doubt`` tells whether bytes may still arrive in ``dst``.
@@ -163,7 +194,17 @@ class RemoteMemory:
         _check_inside("src", src_offsets, lengths, self.remote.nbytes)
         _check_inside("dst", dst_offsets, lengths, dst.nbytes)
         path = path or self.path_from(dst.device)
-        return self._move(dst, dst_offsets, src_offsets, lengths, path=path, get=True, stop=stop, timeout_s=timeout_s)
+        return self._move(
+            dst,
+            dst_offsets,
+            src_offsets,
+            lengths,
+            path=path,
+            get=True,
+            stop=stop,
+            timeout_s=timeout_s,
+            transfer_id=transfer_id,
+        )
 
     def _move(
         self,
@@ -176,6 +217,7 @@ class RemoteMemory:
         get: bool,
         stop: StopFlag,
         timeout_s: float,
+        transfer_id: int,
     ) -> Moved:
         memory = local.memory
         first_nbytes = int(lengths[0]) if len(lengths) else 0
@@ -203,6 +245,22 @@ class RemoteMemory:
                         )
                     if ask:
                         self._learn(local.device, first_nbytes, description)
+                elif path is Path.STREAM:
+                    assert self._stream is not None
+                    # When it fails it is not in doubt: nothing is read here any more, nor written; and there the
+                    # peer's own threads write, and no longer than it permits.
+                    nbytes = self._stream.move(
+                        memory.address,
+                        transfer_id=transfer_id,
+                        region_index=self._index,
+                        local_offsets=local_offsets,
+                        remote_offsets=remote_offsets,
+                        lengths=lengths,
+                        get=get,
+                        stop=stop,
+                        timeout_s=timeout_s,
+                    )
+                    posted, completed, status, settled = len(lengths), len(lengths), 0, True
                 else:
                     here, there = (memory.address, local_offsets), (self._pointer, remote_offsets)
                     (src, src_offsets), (dst, dst_offsets) = (there, here) if get else (here, there)

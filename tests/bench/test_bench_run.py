@@ -122,7 +122,7 @@ def test_a_run_end_to_end(tiny: Path, tmp_path: Path) -> None:
             assert row.direction == ("pull" if row.party is Party.HURRAY_PULL else "push")
     lanes = {(row.lane, row.party): row.carried_by for row in report.sweep}
     assert lanes["", Party.HURRAY].endswith(", mapped")
-    assert lanes["tcp", Party.HURRAY] == "tcp, put"
+    assert lanes["tcp", Party.HURRAY] == "tcp, stream"
     # Each case sends everything once to each of two engines, and has it pulled once; the receiver compares it.
     sections = 3 * (32768 + 8 * 32768) + 4 * 2**20 + 1000 * 64 + 2 * 64 + 8 * 32768 + 4 * 2**20
     assert report.compared_nbytes == 3 * 5 * 2**20 + sections

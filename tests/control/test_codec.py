@@ -217,9 +217,17 @@ def test_private_messages_survive_the_way(
     session = SessionMessage(
         engine_name="e", token="t", host_id=b"h", process_id=b"p", worker_address=b"w", heartbeat_s=0.5
     )
+    answer = SessionMessage(
+        engine_name="e",
+        host_id=b"h",
+        worker_address=b"w",
+        heartbeat_s=0.5,
+        pages_port=65535,
+        pages_ticket=bytes(range(32)),
+    )
     pool = make_pool(name="sliding")
     gone = Pool(pool_id=1, generation=2, name="full", removed=True)
-    for message in (session, pool, gone):
+    for message in (session, answer, pool, gone):
         assert decode_one(encode(message, 1)) == message
     offer, again = make_offer(), decode_one(encode(make_offer(), 2))
     assert isinstance(again, Offer)
@@ -279,7 +287,7 @@ def test_empty_batch_can_be_offered_and_granted(make_offer: Callable[..., Offer]
         ({"head_offset": -1}, ConfigError, "head_offset"),
         ({"total_heads": 2**32}, ConfigError, "total_heads"),
         ({"lane": "x" * 65}, ConfigError, "lane has 65 characters; at most 64"),
-        ({"path": "get"}, ConfigError, "path = 'get': must be one of mapped, put, frames"),
+        ({"path": "get"}, ConfigError, "path = 'get': must be one of mapped, put, stream, frames"),
         ({"path": ""}, ConfigError, "path"),
         ({"page_keys": np.zeros((3, 32), np.uint8)}, GeometryError, "the 4 entries"),
         ({"page_keys": np.zeros((4, 257), np.uint8)}, GeometryError, "at most 256 bytes"),
@@ -320,7 +328,7 @@ def test_bad_published_snapshots_cannot_be_made(
         ({"deadline_s": -1.0}, "deadline_s"),
         ({"deadline_s": 8 * 86400.0}, "at most 604800"),
         ({"lane": "x" * 65}, "at most 64"),
-        ({"path": "MAPPED"}, "one of mapped, put, frames"),
+        ({"path": "MAPPED"}, "one of mapped, put, stream, frames"),
         ({"num_streams": 0}, "num_streams = 0: must be 1 to 4096"),
         ({"num_streams": 4097}, "num_streams"),
     ],

@@ -62,7 +62,7 @@ def test_the_report_has_the_numbers_that_the_batch_implies() -> None:
 def test_a_slow_lane_is_used_only_when_asked_for_and_is_named() -> None:
     report = run_demo(load_config(overrides=small(lane="tcp", rounds=1)), on_step=lambda _: None)
     assert report.lane.startswith("tcp")
-    assert report.path == "put"
+    assert report.path == "stream"
 
 
 def test_a_page_that_arrived_damaged_is_found() -> None:

@@ -138,7 +138,7 @@ def test_a_pool_with_a_damaged_key_costs_none_of_the_others(pool: PagePool, capl
     (*whole, last) = damaged.regions
     damaged = replace(damaged, regions=(*whole, replace(last, rkey=last.rkey[:-1])))
     remotes = told_of(damaged, good)
-    remotes.use(endpoint)
+    remotes.use(endpoint, None)
     with caplog.at_level(logging.WARNING):
         assert remotes.pool_for(SPEC, None, device="cpu").pool.name == "good"
     assert ["'damaged' cannot be used" in record.message for record in caplog.records] == [True]

@@ -24,6 +24,7 @@ from hurray_rdma.transport import Context, default_context
 from tests.engine.hands import Hand, shaken
 from tests.hazards.scenes import (
     LANES,
+    PATHS,
     SPEC,
     connected,
     counts,
@@ -115,7 +116,7 @@ def test_a_pool_added_after_the_handshake_is_used_without_connecting_anew(lane: 
                     await eventually(lambda: name in pool_names(peer))  # noqa: B023 - called at once
                 for n, name in enumerate((None, "late", "later")):
                     stats = await peer.send(sent[n], key="same", pool=name)
-                    assert (stats.path, stats.num_pages) == ("mapped" if lane == "mapped" else "put", 2)
+                    assert (stats.path, stats.num_pages) == (PATHS[lane], 2)
                     assert await hear(child) == (name, "same", digest(sent[n]))
                 assert engine.stats().num_connects == 1
                 child.send(("counts",))

@@ -111,7 +111,7 @@ def run_sender(address: str, pool: PagePool, job: Callable[[Peer], Awaitable[Any
     [
         ("engine-owned", {}, "mapped", {"sysv", "posix"}),
         ("caller's", {}, "put", {"cma"}),
-        ("engine-owned", {"TLS": "tcp"}, "put", {"tcp"}),
+        ("engine-owned", {"TLS": "tcp"}, "stream", {"tcp"}),
     ],
     ids=["shared memory", "cma", "tcp"],
 )

@@ -7,14 +7,16 @@ import contextlib
 import ctypes
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from hurray_rdma import Arrival, CacheSpec, Engine, HurrayError, PagePool, Peer, Snapshot
+from hurray_rdma import Arrival, CacheSpec, Engine, HurrayError, PagePool, Peer, Snapshot, TransportError
+from hurray_rdma.engine import reception
 from hurray_rdma.transport import Context, default_context
 
 SPEC = CacheSpec(num_layers=2, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16")
@@ -25,6 +27,21 @@ LANES: dict[str, tuple[str, dict[str, str]]] = {
     "tcp": ("engine-owned", {"TLS": "tcp"}),
 }
 """How to make the receiver's pool, and the UCX options of both sides, for each way that pages can go on one host."""
+
+PATHS = {"mapped": "mapped", "cma": "put", "tcp": "stream"}
+"""How they are moved then."""
+
+
+@contextlib.contextmanager
+def no_page_streams() -> Iterator[None]:
+    """Engines of this process that listen have none, as behind a firewall: over tcp senders write by UCX's puts."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TransportError("a firewall")
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(reception, "PageStreamListener", refuse)
+        yield
 
 
 def make_pool(spec: CacheSpec, num_pages: int, kind: str = "engine-owned", context: Context | None = None) -> PagePool:

@@ -114,13 +114,17 @@ def test_no_byte_of_a_stopped_sender_lands_in_a_page_of_another(lane: str) -> No
                         second = await anext(arrivals)
                         assert digest(await second.snapshot()) == digest(others[0])
                         assert not set(pages) & set(second.block_table)
-                        await settled(pool, 0, 4, 4)  # the lease ran out, twice
+                        if lane == "tcp":  # the lease ran out, twice: nothing of a page stream can be late after that
+                            third = await anext(arrivals)
+                            assert digest(await third.snapshot()) == digest(others[1])
+                        else:
+                            await settled(pool, 0, 4, 4)
                         before = written_pages(pool, pages)
                         child.signal(signal.SIGCONT)
                         assert await asyncio.to_thread(child.receive) == "connected"
                         assert await asyncio.to_thread(child.receive) == "TransferAbortedError"
-                        # Its QUIET gives the pages back; the third transfer waited for them.
-                        third = await anext(arrivals)
+                        if lane != "tcp":  # its QUIET gives the pages back; the third transfer waited for them
+                            third = await anext(arrivals)
                         assert set(third.block_table) <= set(pages)
                         assert digest(await third.snapshot()) == digest(others[1])
                         await asyncio.gather(*sending)

@@ -65,6 +65,11 @@ cdef class StopFlag:
     def is_set(self):
         return self.value != 0
 
+    @property
+    def address(self):
+        """Where native loops of other modules look; they keep the flag alive meanwhile."""
+        return <uintptr_t>&self.value
+
 
 @cython.no_gc_clear  # the garbage collector must not take the owners away before __dealloc__
 cdef class Memory:

@@ -1,0 +1,394 @@
+"""Page streams: TCP connections for page bytes, where UCX has nothing better than TCP itself between two processes.
+
+The connecting side opens one beside each session, and shows a ticket, good for one connection, that it was given there.
+Over it `PageStream.move` writes into the other side's regions, or reads from them, straight between pages and socket.
+The listening side does that in a thread for each connection, without the GIL, and holds every piece to what the session
+has been permitted (`Permits`): nothing else is touched, and when a permit has been removed, nothing lands any more.
+
+Knows regions, pages as numbers, and sockets; neither UCX nor what a transfer is. Nothing here is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hurray_rdma.errors import (
+    DeadlineExceededError,
+    HurrayError,
+    PeerLostError,
+    ProtocolError,
+    TransferAbortedError,
+    TransportError,
+)
+from hurray_rdma.transport import _page_streams as native
+from hurray_rdma.transport.binding import native as ucx_native
+from hurray_rdma.transport.status import deadline_ns
+from hurray_rdma.transport.turns import take_turn
+
+__all__ = ["Guest", "PageStream", "PageStreamListener", "Permits"]
+
+_log = logging.getLogger(__name__)
+
+Permits = native.Permits
+StopFlag = ucx_native.StopFlag
+Offsets = NDArray[np.uint64]
+
+_GREETING = b"hurray/1"
+_TICKET_NBYTES = 32
+_HANDSHAKE_S = 5.0
+_KEEP_S = 20
+_MAX_UNKNOWN = 64
+"""Connections that may be about to show their ticket; the oldest is cut for a new one."""
+_SHORT_S = 0.02
+"""Until it is tried again to accept a connection, where there were too many files."""
+
+
+class PageStream:
+    """The connecting end. Made by `open`; thread-safe, one plan at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._in_use = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def open(cls, host: str, port: int, ticket: bytes, *, timeout_s: float) -> PageStream:
+        """Connects; blocks.
+
+        Args:
+            host, port: of the `PageStreamListener`.
+            ticket: what it expects.
+            timeout_s: for all of it.
+
+        Raises:
+            TransportError: it cannot be reached in time, or does not know the ticket.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            connection = socket.create_connection((host, port), timeout=max(0.001, timeout_s))
+        except OSError as error:
+            raise TransportError(f"port {port} of {host} cannot be reached: {_why(error)}") from error
+        try:
+            _prepare(connection)
+            connection.sendall(_GREETING + ticket)
+            if _read(connection, len(_GREETING), deadline) != _GREETING:
+                raise TransportError(f"port {port} of {host} does not take the ticket")
+            connection.setblocking(False)
+        except OSError as error:
+            connection.close()
+            if isinstance(error, HurrayError):
+                raise
+            raise TransportError(f"port {port} of {host} does not take the ticket: {_why(error)}") from error
+        return cls(connection)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be moved any more: closed here, or cut."""
+        if not self._closed and self._in_use.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._in_use.release()
+        return self._closed
+
+    def _look(self) -> None:
+        """Between two plans nothing comes but the end."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._cut()
+
+    def move(
+        self,
+        local_address: int,
+        *,
+        transfer_id: int,
+        region_index: int,
+        local_offsets: Offsets,
+        remote_offsets: Offsets,
+        lengths: Offsets,
+        get: bool,
+        stop: StopFlag,
+        timeout_s: float,
+    ) -> int:
+        """Moves a plan to the other side, or (``get``) from there; returns the bytes moved when all are in place.
+
+        The local memory is free when it returns or raises, and nothing is written into it any more. What the other side
+        has not taken by then it takes only while it permits that.
+
+        Args:
+            local_address: first byte of this side's region.
+            transfer_id: under whose permit.
+            region_index: of the other side's region.
+            local_offsets, remote_offsets, lengths: uint64 ``[num_operations]``, bytes.
+            stop, timeout_s: as of `RemoteMemory.write`.
+
+        Raises:
+            DeadlineExceededError, TransferAbortedError: too late, or not wanted any more, on either side.
+            PeerLostError: the connection was cut.
+            ProtocolError: the other side says that the plan is not what it has permitted.
+        """
+        left_s = take_turn(self._in_use, "connection for pages", stop=stop, timeout_s=timeout_s)
+        try:
+            if self._closed:
+                raise PeerLostError("the connection for pages is closed")
+            _, nbytes, status, intact = native.move(
+                self._socket.fileno(),
+                get,
+                transfer_id,
+                region_index,
+                local_address,
+                local_offsets,
+                remote_offsets,
+                lengths,
+                stop.address,
+                deadline_ns(left_s),
+            )
+            if not intact:
+                self._cut()
+        finally:
+            self._in_use.release()
+        _raise_for(status, timeout_s=timeout_s)
+        return nbytes
+
+    def _cut(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Cuts the connection; a plan under way fails. Idempotent; blocks until that has returned."""
+        self._cut()
+        with self._in_use:
+            self._socket.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guest:
+    """Whom a ticket was made for."""
+
+    ticket: bytes
+    permits: Permits
+
+
+class PageStreamListener:
+    """Accepts page streams on some addresses, all with one port, and serves each in a thread of its own.
+
+    Args:
+        hosts: addresses of this machine.
+        on_end: told, on some thread, of a guest whose connection has ended, and why; None is in order.
+
+    Raises:
+        TransportError: none of them can be listened on.
+    """
+
+    def __init__(self, hosts: Iterable[str], *, on_end: Callable[[Guest, HurrayError | None], None]) -> None:
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._guests: dict[bytes, Guest] = {}
+        self._unknown: dict[socket.socket, None] = {}
+        self._serving: dict[Guest, socket.socket] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._listeners: list[socket.socket] = []
+        self.port = 0
+        """Of all addresses."""
+        for host in hosts:
+            self._listen(host)
+        if not self._listeners:
+            raise TransportError("no port for pages can be listened on", field="hosts", value=tuple(hosts))
+        for listener in self._listeners:
+            self._start(self._accept, listener)
+
+    def _listen(self, host: str) -> None:
+        try:
+            family = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            listener = socket.create_server((host, self.port), family=family)
+        except OSError as error:
+            _log.warning("no page streams to %s: %s", host, _why(error))
+            return
+        self.port = listener.getsockname()[1]
+        self._listeners.append(listener)
+
+    def expect(self) -> Guest:
+        """Makes a ticket, good for one connection, and permits that are empty yet. `dismiss` ends it."""
+        guest = Guest(os.urandom(_TICKET_NBYTES), Permits())
+        with self._lock:
+            self._guests[guest.ticket] = guest
+        return guest
+
+    def dismiss(self, guest: Guest) -> None:
+        """The guest's ticket is void, and its connection is cut. Idempotent."""
+        with self._lock:
+            self._guests.pop(guest.ticket, None)
+            connection = self._serving.pop(guest, None)
+            if connection is not None:
+                _shut(connection)
+
+    def close(self) -> None:
+        """Cuts all connections; returns when no thread is left. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._guests.clear()
+            for connection in (*self._listeners, *self._unknown, *self._serving.values()):
+                _shut(connection)
+            threads = tuple(self._threads)
+        for thread in threads:
+            thread.join()
+        for listener in self._listeners:
+            listener.close()
+
+    def _start(self, work: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        def run() -> None:
+            try:
+                work(connection)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=f"hurray-pages-{self.port}", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    time.sleep(_SHORT_S)
+                continue
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._unknown[connection] = None
+                if len(self._unknown) > _MAX_UNKNOWN:
+                    _shut(next(iter(self._unknown)))
+                try:
+                    self._start(self._receive, connection)
+                except RuntimeError as error:  # no more threads
+                    _log.warning("a connection for pages was turned away: %s", error)
+                    del self._unknown[connection]
+                    connection.close()
+
+    def _receive(self, connection: socket.socket) -> None:
+        with connection:
+            guest = self._greet(connection)
+            if guest is None:
+                return
+            try:
+                error = _served(guest.permits.serve(connection.fileno()))
+            finally:
+                with self._lock:
+                    self._serving.pop(guest, None)
+        self._on_end(guest, error)
+
+    def _greet(self, connection: socket.socket) -> Guest | None:
+        """Whose connection it is; None is nobody's."""
+        shown = b""
+        with contextlib.suppress(OSError):
+            _prepare(connection)
+            shown = _read(connection, len(_GREETING) + _TICKET_NBYTES, time.monotonic() + _HANDSHAKE_S)
+        with self._lock:
+            self._unknown.pop(connection, None)
+            guest = self._guests.pop(shown[len(_GREETING) :], None) if shown.startswith(_GREETING) else None
+            if guest is None or self._closed:
+                _log.info("a connection for pages showed no ticket that is expected")
+                return None
+            self._serving[guest] = connection
+        try:
+            connection.sendall(_GREETING)
+            connection.setblocking(False)
+        except OSError:
+            with self._lock:
+                self._serving.pop(guest, None)
+            return None
+        return guest
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Nothing waits for more to send; and what lies idle is kept open by all that is between, or found to be cut."""
+    for level, name, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    ):
+        connection.setsockopt(level, name, value)
+
+
+def _read(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """Exactly so many bytes; fewer where the other end closes before.
+
+    Raises:
+        OSError: not in time, or cut.
+    """
+    data = b""
+    while len(data) < nbytes:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(nbytes - len(data))
+        if not part:
+            break
+        data += part
+    return data
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wakes whoever waits for it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _served(outcome: tuple[int, int, int, int, int]) -> HurrayError | None:
+    """Why the other end is served no more."""
+    status, transfer_id, region, offset, nbytes = outcome
+    if status == native.OK:
+        return None
+    if status == native.FORBIDDEN:
+        return ProtocolError(
+            f"a frame of transfer {transfer_id} names {nbytes} bytes from byte {offset} of region {region}, which are "
+            "not inside pages that it may use"
+        )
+    if status == native.BROKEN:
+        return ProtocolError("what came over the connection for pages is no frame")
+    return PeerLostError("the connection for pages was cut")
+
+
+def _raise_for(status: int, *, timeout_s: float) -> None:
+    if status == native.OK:
+        return
+    if status == native.TIMED_OUT:
+        raise DeadlineExceededError(f"pages did not move within {timeout_s:.3g} s", field="timeout_s", value=timeout_s)
+    if status == native.STOPPED:
+        raise TransferAbortedError("moving pages was stopped")
+    if status == native.ENDED:
+        raise TransferAbortedError("the other side permits no more of this transfer")
+    if status == native.FORBIDDEN:
+        raise ProtocolError("the other side has not permitted what the plan names")
+    if status == native.BROKEN:
+        raise ProtocolError("what the other side answers over the connection for pages makes no sense")
+    if status == native.NO_MEMORY:
+        raise TransportError("there is no memory for a frame")
+    raise PeerLostError("the connection for pages was cut", fix="Check that the peer process is alive")
