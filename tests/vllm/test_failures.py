@@ -114,7 +114,8 @@ def test_prefill_stopped_while_pages_move_and_alive_again(trio: Trio) -> None:
     try:
         trio.decode.release()
         assert trio.decode.result(name)["reason"] == "error"
-        assert "PeerLostError" in failures_of(trio.decode)
+        # Lost; or it is asked anew, where something still accepts connections, and that takes all the time there is.
+        assert failures_of(trio.decode).keys() & {"PeerLostError", "DeadlineExceededError"}
         trio.settled("decode")
     finally:
         trio.prefill.signal(signal.SIGCONT)

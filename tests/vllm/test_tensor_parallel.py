@@ -18,6 +18,8 @@ CONFIG = {
     "kv_role": "kv_both",
     "kv_connector": "HurrayConnector",
     "kv_connector_module_path": "hurray_rdma.connectors.vllm",
+    # Three workers on two cores take their time, which is not what is tried.
+    "kv_connector_extra_config": {"timeout_s": 240, "lease_s": 240},
 }
 PROMPT = "The capital of France is a city of which it is said that it has more than one river, and"
 
