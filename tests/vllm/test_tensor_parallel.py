@@ -28,23 +28,23 @@ def test_each_worker_reads_what_the_one_of_its_rank_has(tmp_path: Path) -> None:
     port = free_port()
     options = [MODEL, f"--port={port}", "--no-enable-prefix-caching", f"--kv-transfer-config={json.dumps(CONFIG)}"]
     log = tmp_path / "log"
-    with vllm_serve(options, port=port, core="0|1|0", log=log, tensor_parallel_size=TP) as both:
+    with vllm_serve(options, port=port, core="0|1|0", log=log, tensor_parallel_size=TP, max_model_len=256) as both:
         both.ready(timeout_s=500)
-        alone = answer(both, TEXT, asked(PROMPT, max_tokens=3))
+        alone = answer(both, TEXT, asked(PROMPT, max_tokens=2))
         handed = asked(PROMPT, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
         params = answer(both, TEXT, handed)["kv_transfer_params"]
         assert len(set(params["remote_addresses"])) == TP
-        loaded = answer(both, TEXT, asked(PROMPT, max_tokens=3, kv_transfer_params=params))
+        loaded = answer(both, TEXT, asked(PROMPT, max_tokens=2, kv_transfer_params=params))
         assert text_of(loaded) == text_of(alone)
         num_blocks = -(-alone["usage"]["prompt_tokens"] // BLOCK)
-        until(lambda: both.metric("vllm:hurray_read_prompts_total") == 1)
-        assert both.metric("vllm:hurray_transfer_seconds_count") == TP
-        assert both.metric("vllm:hurray_transfer_bytes_total") == num_blocks * BLOCK_NBYTES, "a third each"
-        assert both.metric("vllm:hurray_read_bytes_total") == num_blocks * BLOCK_NBYTES
+        nbytes = num_blocks * BLOCK_NBYTES  # a third for each
+        until(lambda: both.metric("vllm:hurray_transfer_seconds_count") == TP)
+        assert both.metric("vllm:hurray_transfer_bytes_total") == nbytes
+        until(lambda: both.metric("vllm:hurray_read_bytes_total") == nbytes)
+        assert both.metric("vllm:hurray_read_prompts_total") == 1
         # An instance with another number of workers is refused by name.
-        params = answer(both, TEXT, handed)["kv_transfer_params"]
         fewer = params | {"remote_addresses": params["remote_addresses"][1:]}
-        status, _ = both.post(TEXT, asked(PROMPT, max_tokens=3, kv_transfer_params=fewer))
+        status, _ = both.post(TEXT, asked(PROMPT, max_tokens=2, kv_transfer_params=fewer))
         assert status == 500
         assert "tensor_parallel_size = 2: of the prefill side; this side has 3" in both.log()
         assert both.metric("vllm:hurray_failed_transfers_total") >= 1
