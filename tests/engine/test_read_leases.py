@@ -177,7 +177,7 @@ def test_fetches_that_end_while_they_wait_leave_nothing_behind() -> None:
                 await hand.expect(PoolsAnnounced)
                 publishing, kernels = engine._receiving().publishing, Kernels()
                 publish_behind(engine, kernels, "later", [1, 2], lease_s=20)
-                engine._receiving()._named("")._holding = True
+                engine._receiving()._named("")._queue.holding = True
                 engine.publish("held", snapshot_of(pool, [3]))
                 timers = num_timers()
                 for _ in range(20):
@@ -214,7 +214,7 @@ def test_who_waits_hears_that_it_will_not_come() -> None:
                 engine.add_pool(other, name="other")
                 publish_behind(engine, Kernels(), "taken back", [1], lease_s=20)
                 engine.publish("gone", snapshot_of(other, [1]))
-                engine._receiving()._named("other")._holding = True
+                engine._receiving()._named("other")._queue.holding = True
                 for key in ("taken back", "gone"):
                     asked = hand.do("fetch", Fetch(key=key, deadline_s=20), timeout_s=20)
                     await eventually(lambda: len(engine._receiving().publishing._waiting) == 1)
