@@ -35,7 +35,7 @@ from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.shortages import Shortages
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
-from hurray_rdma.errors import ConfigError, HurrayError, PeerLostError, TransportError
+from hurray_rdma.errors import ConfigError, HurrayError, PeerLostError, ProtocolError, TransportError
 from hurray_rdma.transport import Context, Guest, PageStreamListener, Worker
 
 __all__ = ["Reception"]
@@ -348,8 +348,9 @@ class Reception:
 
     def _stream_ended(self, guest: Guest, error: HurrayError | None) -> None:
         link = next((link for link in self._links if link.guest is guest), None)
-        if link is not None and error is not None:
-            link.log.warning("its connection for pages has ended: %s", error)
+        if link is not None and error is not None:  # one that was cut is the sender's to tell
+            level = logging.WARNING if isinstance(error, ProtocolError) else logging.INFO
+            link.log.log(level, "its connection for pages has ended: %s", error)
 
     def _accept(self, channel: Channel) -> EventHandler:
         """A sender has connected and may stay."""

@@ -18,7 +18,7 @@ from hurray_rdma.control import (
     SessionClosed,
 )
 from hurray_rdma.control.framing import encode_parts
-from hurray_rdma.engine import receiver
+from hurray_rdma.engine import offer_queue
 from hurray_rdma.engine.compat import announcement
 from tests.engine.hands import shaken
 from tests.hazards.scenes import SPEC, connected, counts, make_pool, run, settled, snapshot_of
@@ -67,7 +67,7 @@ def test_tables_of_offers_that_wait_are_bounded_in_bytes(monkeypatch: pytest.Mon
             small, large = snapshot_of(source, [1]), snapshot_of(source, list(range(400)))
             # What is made of the tables is kept beside them: at most 6 more numbers a page, and 2 a sequence.
             bound = sum(len(each.encode_descriptors()) + 28 * len(each.block_table) + 64 for each in (small, large))
-            monkeypatch.setattr(receiver, "_MAX_WAITING_NBYTES", bound)
+            monkeypatch.setattr(offer_queue, "_MAX_WAITING_NBYTES", bound)
             async with (
                 Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine,
                 connected(source, engine.address, timeout_s=10) as peer,
@@ -98,7 +98,7 @@ def test_tables_of_offers_that_nobody_expects_yet_are_bounded_too(monkeypatch: p
         with PagePool.from_arrays(SPEC, arrays, external=True) as pool, make_pool(SPEC, 8) as source:
             sent = snapshot_of(source, [1])
             bound = len(sent.encode_descriptors()) + 64
-            monkeypatch.setattr(receiver, "_MAX_WAITING_NBYTES", bound)
+            monkeypatch.setattr(offer_queue, "_MAX_WAITING_NBYTES", bound)
             async with (
                 Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine,
                 connected(source, engine.address, timeout_s=10) as peer,
