@@ -137,14 +137,18 @@ class PoolLayout:
 
     def extent_nbytes(self, index: int, /) -> int:
         """Bytes from the first to the last of a page, in the segment of that index."""
-        spec, segment, parts = self.spec, self.segments[index], parts_of(self.spec)
+        segment, (tokens, heads, row_nbytes) = self.segments[index], self._rows(index)
+        return (tokens - 1) * segment.token_stride_nbytes + (heads - 1) * segment.head_stride_nbytes + row_nbytes
+
+    def page_nbytes(self, index: int, /) -> int:
+        """Bytes that a page has in the segment of that index, what lies between them left out."""
+        tokens, heads, row_nbytes = self._rows(index)
+        return tokens * heads * row_nbytes
+
+    def _rows(self, index: int) -> tuple[int, int, int]:
+        parts = parts_of(self.spec)
         part = parts[index % len(parts)]
-        heads = spec.num_heads if part is Part.PAGES else 1
-        return (
-            (spec.page_size - 1) * segment.token_stride_nbytes
-            + (heads - 1) * segment.head_stride_nbytes
-            + self.row_nbytes(part)
-        )
+        return self.spec.page_size, self.spec.num_heads if part is Part.PAGES else 1, self.row_nbytes(part)
 
     def check_inside(self, regions_nbytes: Sequence[int], /) -> None:
         """Checks that every slot lies in its region: needed of a layout that a peer has sent.

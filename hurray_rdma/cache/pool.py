@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hurray_rdma.cache.allocator import PageAllocator
@@ -50,6 +50,7 @@ class PagePool:
         self._resident = ResidentIndex(self._allocator)
         self._closed = False
         self._receiver: object | None = None
+        self._watching_close: dict[Callable[[], None], None] = {}
         self._external = self._allocator.lease(layout.num_pages) if external else None
         self.gate = MemoryGate()
         """Whoever moves bytes into the pool or out of it passes here."""
@@ -336,6 +337,14 @@ class PagePool:
             for region in self._regions:
                 region.renew()
 
+    def watch_close(self, end: Callable[[], None]) -> None:
+        """Has somebody told, on the thread that closes the pool, before its memory is let go of."""
+        self._watching_close[end] = None
+
+    def unwatch_close(self, end: Callable[[], None]) -> None:
+        """Ends `watch_close`. Harmless when it has ended."""
+        self._watching_close.pop(end, None)
+
     def close(self) -> None:
         """Deregisters the memory; peers can reach none of it any more. Idempotent.
 
@@ -348,6 +357,8 @@ class PagePool:
         """
         if not self._closed:
             self._closed = True
+            for end in tuple(self._watching_close):
+                end()
             with contextlib.ExitStack() as closing:
                 for region in self._regions:
                     closing.callback(region.close)

@@ -98,8 +98,9 @@ class Granted:
         """
         now, first_s = self._loop.time(), min(self._lease_s, self._max_transfer_s)
         until = now + self._max_transfer_s
-        offer.link.permits.begin(offer.transfer_id, offer.offer.path, self._pool, page_ids, writes=True)
         part = Part(offer, whole, page_ids, now, until, self._lease_timer(*offer.key, first_s))
+        if part.reach is Reach.STREAM:
+            offer.link.permits.begin(offer.transfer_id, self._pool, page_ids, writes=True)
         self._parts[offer.key] = part
         whole.parts.append(part)
         whole.heads.append(offer.heads)
@@ -246,6 +247,7 @@ class Granted:
 
     def _ask_to_stop(self, part: Part, code: ErrorCode, reason: str) -> None:
         part.heard = self._loop.time()  # from now on it has one lease to say QUIET
+        part.offer.link.permits.end(part.offer.transfer_id)
         part.offer.link.session.abort(part.offer.transfer_id, code, reason, now=part.heard)
         part.offer.link.notify()
 

@@ -1,25 +1,47 @@
 """What one session may do over its page stream, transfer by transfer: which pages, and whether to write or to read.
 
-A permit begins before the peer hears of its pages and ends with the transfer; when `end` returns, nothing moves under
-it any more. So what comes too late lands nowhere, and its pages need no quarantine. Runs on the event loop.
+A permit begins before the peer hears of its pages, and ends when the transfer is over or is asked to stop; when `end`
+returns, nothing moves under it any more. So what comes too late lands nowhere, and its pages need no quarantine.
+Permits begin on the event loop.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import PagePool, PoolLayout
-from hurray_rdma.transport import Memory, Path, Permits
+from hurray_rdma.transport import Memory, Permits
 
 __all__ = ["SessionPermits", "can_stream"]
 
+_Places: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64]]
+
 
 def can_stream(layout: PoolLayout) -> bool:
-    """Whether a byte of one page is never between two of another, as permits for pages need it."""
-    return layout.num_pages == 1 or all(
-        layout.extent_nbytes(index) <= layout.segments[index].page_stride_nbytes for index in set(layout.alike)
-    )
+    """Whether pages are whole stretches of memory, as permits for pages need it: nothing of anybody else's lies in
+    one, and no byte of one between two of another."""
+    return all(_is_dense(layout, index) for index in set(layout.alike))
+
+
+def _is_dense(layout: PoolLayout, index: int) -> bool:
+    extent_nbytes = layout.extent_nbytes(index)
+    if extent_nbytes != layout.page_nbytes(index):
+        return False
+    return layout.num_pages == 1 or extent_nbytes <= layout.segments[index].page_stride_nbytes
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    pool: PagePool
+    memories: tuple[Memory, ...]
+    end: Callable[[], None]
 
 
 class SessionPermits:
@@ -31,39 +53,50 @@ class SessionPermits:
 
     def __init__(self, permits: Permits | None) -> None:
         self._permits = permits
-        self._held: dict[int, tuple[Memory, ...]] = {}
+        self._held: dict[int, _Held] = {}
+        self._places: WeakKeyDictionary[PagePool, tuple[tuple[Memory, ...], _Places | None]] = WeakKeyDictionary()
 
-    def begin(self, transfer_id: int, path: str, pool: PagePool, page_ids: NDArray[np.uint32], *, writes: bool) -> None:
-        """Permits a transfer to write into pages of a pool, or else to read them, if it is to come by stream.
+    def begin(self, transfer_id: int, pool: PagePool, page_ids: NDArray[np.uint32], *, writes: bool) -> None:
+        """Permits a transfer to write into pages of a pool, or else to read them; until `end`, or until the pool is
+        closed.
 
         Args:
             transfer_id: of the session.
-            path: as the peer's request has it.
-            pool: on the host, and open until `end`; else nothing is permitted.
-            page_ids: uint32, in any order.
+            pool: on the host and open; else nothing is permitted.
+            page_ids: uint32, distinct, in any order.
             writes: which of the two.
         """
-        if self._permits is None or path != Path.STREAM.value or pool.closed or pool.device != "cpu":
+        if self._permits is None or pool.closed or pool.device != "cpu":
             return
-        if not can_stream(pool.layout):
+        memories = tuple(region.memory for region in pool.regions)
+        places = self._places_of(pool, memories)
+        if places is None:
             return
         self.end(transfer_id)
-        held = self._held[transfer_id] = tuple(region.memory for region in pool.regions)
-        for memory in held:
+        held = self._held[transfer_id] = _Held(pool, memories, partial(self.end, transfer_id))
+        for memory in memories:
             memory.hold()
-        regions, segments = _places(pool)
-        self._permits.add(transfer_id, writes, regions, segments, np.unique(page_ids).astype(np.uint32, copy=False))
+        pool.watch_close(held.end)
+        self._permits.add(transfer_id, writes, *places, np.sort(page_ids).astype(np.uint32, copy=False))
 
     def end(self, transfer_id: int) -> None:
-        """The transfer is over. Harmless where nothing was permitted."""
+        """The transfer is over, or is to be. Harmless where nothing was permitted. On any thread."""
         held = self._held.pop(transfer_id, None)
         if held is not None and self._permits is not None:
             self._permits.remove(transfer_id)
-            for memory in held:
+            held.pool.unwatch_close(held.end)
+            for memory in held.memories:
                 memory.release()
 
+    def _places_of(self, pool: PagePool, memories: tuple[Memory, ...]) -> _Places | None:
+        """Made once for each registration: with many layers it is most of what a small transfer costs."""
+        known = self._places.get(pool)
+        if known is None or known[0] != memories:
+            known = self._places[pool] = memories, _places(pool) if can_stream(pool.layout) else None
+        return known[1]
 
-def _places(pool: PagePool) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+
+def _places(pool: PagePool) -> _Places:
     """Regions and segments as `Permits.add` takes them."""
     layout = pool.layout
     order = sorted(range(len(layout.segments)), key=lambda index: layout.segments[index].region_index)

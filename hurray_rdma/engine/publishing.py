@@ -30,6 +30,7 @@ from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.exchange import retain
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.marks import Mark
+from hurray_rdma.engine.reach import may_stream
 from hurray_rdma.engine.reading import ReadingEnd, Readings
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
@@ -123,7 +124,7 @@ class Publishing:
             key,
             snapshot,
             page_keys if page_keys is not None else np.empty((0, 0), np.uint8),
-            _nbytes(snapshot),
+            len(_pages(snapshot)) * pages_nbytes(snapshot.pool.spec),
             retain(snapshot),
             lease_s,
             mark.passed() if mark is not None else None,
@@ -278,7 +279,7 @@ class Publishing:
             nbytes=publication.nbytes,
             lease_s=published.lease_s,
             time_s=min(fetch.deadline_s, self._max_transfer_s),
-            path=fetch.path,
+            streamed=_pages(snapshot) if may_stream(fetch.path, fetch.lane) else None,
             on_end=partial(self._read, publication),
         )
 
@@ -299,11 +300,11 @@ class Publishing:
             self._loop.call_soon(publication.on_end, publication.key, publication.num_read)
 
 
-def _nbytes(snapshot: Snapshot) -> int:
-    """Bytes of the pages that hold tokens of it, each once."""
+def _pages(snapshot: Snapshot) -> NDArray[np.uint32]:
+    """Those that hold tokens of it, each once."""
     spec, num_pages = snapshot.pool.spec, snapshot.pool.num_pages
     table, _ = valid_pages(snapshot.block_table, snapshot.seq_ptr, snapshot.seq_lens, spec.page_size)
-    return len(dedupe(table, num_pages=num_pages)[0]) * pages_nbytes(spec)
+    return dedupe(table, num_pages=num_pages)[0]
 
 
 def _nobody_asks(_key: str, _num_read: int) -> None:

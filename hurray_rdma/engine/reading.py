@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hurray_rdma.cache import Lease, PagePool, Snapshot
 from hurray_rdma.control import (
     AbortRequested,
@@ -88,27 +91,24 @@ class Readings:
         nbytes: int,
         lease_s: float,
         time_s: float,
-        path: str,
+        streamed: NDArray[np.uint32] | None,
         on_end: Callable[[ReadingEnd], None],
     ) -> None:
         """The reader is being told of the snapshot.
 
-                Args:
-                    link: its connection.
-                    transfer_id: of the fetch.
-                    snapshot: what it reads.
-                    lease: of the pages; released at the end.
-                    nbytes: page bytes of the snapshot.
-                    lease_s: how long the reader may be silent, seconds.
-                    time_s: how long it may read at all, seconds.
-        <<<<<<< HEAD
-                    on_end: told how it has ended.
-        =======
-                    path: how it is going to read.
-                    on_end: told whether it has read all of it.
-        >>>>>>> 0605cc4 (Move pages over TCP connections of the engine's own where UCX has only tcp)
+        Args:
+            link: its connection.
+            transfer_id: of the fetch.
+            snapshot: what it reads.
+            lease: of the pages; released at the end.
+            nbytes: page bytes of the snapshot.
+            lease_s: how long the reader may be silent, seconds.
+            time_s: how long it may read at all, seconds.
+            streamed: what it may read by page stream, if it may come by one: pages, uint32, distinct.
+            on_end: told how it has ended.
         """
-        link.permits.begin(transfer_id, path, snapshot.pool, snapshot.block_table, writes=False)
+        if streamed is not None:
+            link.permits.begin(transfer_id, snapshot.pool, streamed, writes=False)
         now = self._loop.time()
         timer = self._loop.call_at(now + min(lease_s, time_s), self._due, link, transfer_id)
         self._readings[link, transfer_id] = _Reading(snapshot, nbytes, lease, lease_s, now, now + time_s, timer, on_end)

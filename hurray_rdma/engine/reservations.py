@@ -81,8 +81,9 @@ class Reservations:
                 lease.release()
         if not granted:
             return
-        link.permits.begin(transfer_id, reserve.path, self._pool, lease.page_ids, writes=True)
         reach = reach_of(reserve.path, reserve.lane)
+        if reach is Reach.STREAM:
+            link.permits.begin(transfer_id, self._pool, lease.page_ids, writes=True)
         timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
         self._held[link, transfer_id] = _Reservation(lease, reach, now, timer)
         self._num_pages += len(lease)
@@ -154,6 +155,7 @@ class Reservations:
         if not held.recalled:
             held.recalled, held.heard = True, self._loop.time()
             link, transfer_id = key
+            link.permits.end(transfer_id)
             link.session.abort(transfer_id, code, reason, now=held.heard)
             link.notify()
 
