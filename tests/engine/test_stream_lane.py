@@ -48,7 +48,7 @@ from tests.hazards.scenes import (
     snapshot_of,
     stopped,
 )
-from tests.transport.test_page_streams import ENDED, FORBIDDEN, OK, READ, WRITE, exactly, frame
+from tests.transport.test_page_streams import ENDED, FORBIDDEN, OK, WRITE, exactly, frame
 
 TCP = LANES["tcp"][1]
 LARGE = CacheSpec(num_layers=4, num_heads=8, head_dim=128, page_size=32, dtype="bfloat16")  # pages of 64 KiB
@@ -479,32 +479,6 @@ def test_nothing_lands_once_the_transfer_is_over(how: str) -> None:
                         assert said in (b"", np.array([0, ENDED], "<u4").tobytes())
                     assert untouched_but(pool, [])
                     assert engine.stats().num_quarantined == 0
-
-    run(job())
-
-
-def test_a_reader_is_held_to_the_pages_that_are_published() -> None:
-    async def job() -> None:
-        with make_pool(SPEC, 16) as pool:
-            fill(pool, 1)
-            page = SPEC.page_nbytes
-            async with Engine(pool, listen="127.0.0.1:0") as engine, shaken(engine.address) as hand:
-                engine.publish("key", snapshot_of(pool, [2, 5]), lease_s=20)
-                fetch = Fetch(key="key", deadline_s=10, lane="tcp", path="stream", num_streams=len(SPEC.tensors))
-                transfer_id = int(hand.do("fetch", fetch, timeout_s=10))
-                await hand.expect(PublishedHeard)
-                with page_stream_of(hand, engine.address) as connection:
-                    connection.sendall(frame(READ, [(5 * page, page)], transfer_id=transfer_id))
-                    assert await asyncio.to_thread(told, connection) == (0, OK)
-                    assert (
-                        await asyncio.to_thread(exactly, connection, page) == raw(pool, *SPEC.tensors[0])[5].tobytes()
-                    )
-                    assert await asyncio.to_thread(told, connection) == (0, OK)
-                    before = digest(snapshot_of(pool, list(range(16))))
-                    for attempt in (frame(READ, [(3 * page, 1)], transfer_id=transfer_id),):
-                        connection.sendall(attempt)
-                        assert await asyncio.to_thread(told, connection) == (0, FORBIDDEN)
-                    assert digest(snapshot_of(pool, list(range(16)))) == before
 
     run(job())
 
