@@ -159,7 +159,8 @@ class Offer(SnapshotFields):
     lane: str = ""
     """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
     path: str = "put"
-    """How the client will write: ``mapped`` (stores into mapped memory), ``put`` (UCX) or ``frames`` (TENSOR_DATA)."""
+    """How the client will write: ``mapped`` (stores into mapped memory), ``put`` (UCX), ``stream`` (a page stream) or
+    ``frames`` (TENSOR_DATA)."""
 
     def __post_init__(self) -> None:
         at_most("key", self.key, _MAX_KEY_CHARS)
@@ -182,8 +183,8 @@ class Fetch:
     lane: str = ""
     """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
     path: str = "put"
-    """How the client expects to read: ``mapped`` (loads from mapped memory), ``put`` (UCX, by get) or ``frames``. It
-    knows only once it has heard in which pool the snapshot is; frames come if it says TAKE."""
+    """How the client expects to read: ``mapped`` (loads from mapped memory), ``put`` (UCX, by get), ``stream`` or
+    ``frames``. It knows only once it has heard in which pool the snapshot is; frames come if it says TAKE."""
     num_streams: int = 1
     """1 to 4096: as many as the descriptors that it can take in frames, or 1."""
 
@@ -322,7 +323,8 @@ class Reserve:
     lane: str = ""
     """The UCX transport that will carry the pages, as the client knows it; "" is unknown."""
     path: str = "put"
-    """How the client will write: ``mapped`` or ``put``; nothing can be sent in frames before it is offered."""
+    """How the client will write: ``mapped``, ``put`` or ``stream``; nothing can be sent in frames before it is
+    offered."""
 
     def __post_init__(self) -> None:
         between("pool_id", self.pool_id, 0, U32_MAX)

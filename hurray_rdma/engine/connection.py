@@ -209,7 +209,8 @@ class Connection:
         try:
             return endpoint, PageStream.open(self._remote_host, info.pages_port, info.pages_ticket, timeout_s=left_s)
         except TransportError as error:
-            self.log.warning("pages travel over UCX's tcp, at half the speed of sockets: %s", error)
+            if self._error is None and not self._give_up.is_set():  # else it is no wonder
+                self.log.warning("pages travel over UCX's tcp, at half the speed of sockets: %s", error)
             return endpoint, None
         except BaseException:
             endpoint.close()

@@ -317,7 +317,7 @@ class Peer:
             PoolExhaustedError: it never fits into the pool.
             DeadlineExceededError, TransferAbortedError, PeerLostError, TransportError: no page stays leased. With a
                 `Placement` it raises, and ends when cancelled, only when nothing can be written into its pages any
-                more: that is later only where a stopped peer keeps a read over tcp from ending.
+                more: that is later only where a stopped peer keeps a read over UCX's tcp from ending.
             ConfigError: the pool is external, and there is no `Placement`; or it is of another context.
             LeaseExpiredError: also where nobody holds a page of the `Placement`.
         """
@@ -388,7 +388,8 @@ class Peer:
 
     @property
     def path(self) -> str:
-        """``mapped`` (stores into the peer's memory), ``put`` (``ucp_put_nbx``) or ``frames`` (TENSOR_DATA)."""
+        """``mapped`` (stores into the peer's memory), ``put`` (``ucp_put_nbx``), ``stream`` (a page stream), or
+        ``frames`` (TENSOR_DATA)."""
         return self._open_connection().first_reach()[1]
 
     def _open_connection(self) -> Connection:

@@ -351,6 +351,8 @@ class Reception:
         if link is not None and error is not None:  # one that was cut is the sender's to tell
             level = logging.WARNING if isinstance(error, ProtocolError) else logging.INFO
             link.log.log(level, "its connection for pages has ended: %s", error)
+            if isinstance(error, ProtocolError):  # who does not keep to the rules there is not trusted here
+                link.cut()
 
     def _accept(self, channel: Channel) -> EventHandler:
         """A sender has connected and may stay."""

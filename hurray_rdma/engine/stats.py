@@ -40,7 +40,7 @@ class TransferStats:
     sent_nbytes: int
     """Page bytes that were moved."""
     num_operations: int
-    """Puts posted, or pieces copied through a mapping."""
+    """Puts posted, or pieces copied through a mapping or sent over a page stream."""
     seconds: float
     """From the offer to the acknowledgement."""
     write_seconds: float
@@ -48,7 +48,8 @@ class TransferStats:
     lane: str
     """UCX transport that carried the pages: ``sysv``, ``cma``, ``tcp``, ``rc_mlx5`` ..., or ``control channel``."""
     path: str
-    """``mapped`` (the peer's memory is mapped), ``put`` (``ucp_put_nbx``, or get) or ``frames`` (TENSOR_DATA)."""
+    """``mapped`` (the peer's memory is mapped), ``put`` (``ucp_put_nbx``, or get), ``stream`` (a page stream) or
+    ``frames`` (TENSOR_DATA)."""
 
     @property
     def gib_per_s(self) -> float:

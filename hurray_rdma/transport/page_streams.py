@@ -1,6 +1,7 @@
 """Page streams: TCP connections for page bytes, where UCX has nothing better than TCP itself between two processes.
 
-The connecting side opens one beside each session, and shows a ticket, good for one connection, that it was given there.
+The connecting side opens one beside each session with a ticket, good for one connection, that it was given there. Both
+sides prove that they have it, and neither shows it: who else listens at the port, or listens in, learns nothing of it.
 Over it `PageStream.move` writes into the other side's regions, or reads from them, straight between pages and socket.
 The listening side does that in a thread for each connection, without the GIL, and holds every piece to what the session
 has been permitted (`Permits`): nothing else is touched, and when a permit has been removed, nothing lands any more.
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +47,16 @@ Permits = native.Permits
 StopFlag = ucx_native.StopFlag
 Offsets = NDArray[np.uint64]
 
-_GREETING = b"hurray/1"
+_GREETING = b"hurray/2"
 _TICKET_NBYTES = 32
+_NAME_NBYTES = 16
+_NONCE_NBYTES = 16
+_PROOF_NBYTES = 32
 _HANDSHAKE_S = 5.0
+_TICKET_S = 10.0
+"""How long a ticket that nobody uses is good."""
+_MAX_PORTS = 8
+"""Tried until one is free on all hosts."""
 _KEEP_S = 20
 _MAX_UNKNOWN = 64
 """Connections that may be about to show their ticket; the oldest is cut for a new one."""
@@ -72,7 +82,7 @@ class PageStream:
             timeout_s: for all of it.
 
         Raises:
-            TransportError: it cannot be reached in time, or does not know the ticket.
+            TransportError: it cannot be reached in time, or does not know the ticket, or is not who gave it.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -81,9 +91,15 @@ class PageStream:
             raise TransportError(f"port {port} of {host} cannot be reached: {_why(error)}") from error
         try:
             _prepare(connection)
-            connection.sendall(_GREETING + ticket)
-            if _read(connection, len(_GREETING), deadline) != _GREETING:
+            nonce = os.urandom(_NONCE_NBYTES)
+            connection.sendall(_GREETING + _name(ticket) + nonce)
+            answer = _read(connection, _NONCE_NBYTES + _PROOF_NBYTES, deadline)
+            if len(answer) < _NONCE_NBYTES + _PROOF_NBYTES:
                 raise TransportError(f"port {port} of {host} does not take the ticket")
+            nonces = nonce + answer[:_NONCE_NBYTES]
+            if not hmac.compare_digest(answer[_NONCE_NBYTES:], _proof(ticket, b"server", nonces)):
+                raise TransportError(f"port {port} of {host} is not who gave the ticket")
+            connection.sendall(_proof(ticket, b"client", nonces))
             connection.setblocking(False)
         except OSError as error:
             connection.close()
@@ -146,7 +162,7 @@ class PageStream:
         try:
             if self._closed:
                 raise PeerLostError("the connection for pages is closed")
-            _, nbytes, status, intact = native.move(
+            nbytes, status, intact = native.move(
                 self._socket.fileno(),
                 get,
                 transfer_id,
@@ -181,8 +197,10 @@ class PageStream:
 class Guest:
     """Whom a ticket was made for."""
 
-    ticket: bytes
+    ticket: bytes = field(repr=False)
     permits: Permits
+    expires: float
+    """Until when the ticket can be used, on the monotonic clock, seconds."""
 
 
 class PageStreamListener:
@@ -193,13 +211,14 @@ class PageStreamListener:
         on_end: told, on some thread, of a guest whose connection has ended, and why; None is in order.
 
     Raises:
-        TransportError: none of them can be listened on.
+        TransportError: there is no port that can be listened on at all of them, or no thread.
     """
 
     def __init__(self, hosts: Iterable[str], *, on_end: Callable[[Guest, HurrayError | None], None]) -> None:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._guests: dict[bytes, Guest] = {}
+        """Whose connection has not come yet, by the names of their tickets; the oldest first."""
         self._unknown: dict[socket.socket, None] = {}
         self._serving: dict[Guest, socket.socket] = {}
         self._threads: set[threading.Thread] = set()
@@ -207,34 +226,45 @@ class PageStreamListener:
         self._listeners: list[socket.socket] = []
         self.port = 0
         """Of all addresses."""
-        for host in hosts:
-            self._listen(host)
-        if not self._listeners:
-            raise TransportError("no port for pages can be listened on", field="hosts", value=tuple(hosts))
-        for listener in self._listeners:
-            self._start(self._accept, listener)
-
-    def _listen(self, host: str) -> None:
         try:
-            family = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            listener = socket.create_server((host, self.port), family=family)
-        except OSError as error:
-            _log.warning("no page streams to %s: %s", host, _why(error))
-            return
-        self.port = listener.getsockname()[1]
-        self._listeners.append(listener)
+            self._listen(tuple(hosts))
+            for listener in self._listeners:
+                self._start(self._accept, listener)
+        except (OSError, RuntimeError) as error:  # no more threads
+            self.close()
+            why = _why(error) if isinstance(error, OSError) else str(error)
+            raise TransportError(f"no port for pages can be listened on: {why}") from error
+
+    def _listen(self, hosts: tuple[str, ...]) -> None:
+        """On one port of all hosts: at another process's nobody must knock."""
+        for left in reversed(range(_MAX_PORTS)):
+            try:
+                for host in hosts:
+                    family = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+                    self._listeners.append(socket.create_server((host, self.port), family=family))
+                    self.port = self._listeners[-1].getsockname()[1]
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not left:
+                    raise
+                while self._listeners:
+                    self._listeners.pop().close()
+                self.port = 0
 
     def expect(self) -> Guest:
-        """Makes a ticket, good for one connection, and permits that are empty yet. `dismiss` ends it."""
-        guest = Guest(os.urandom(_TICKET_NBYTES), Permits())
+        """Makes a ticket, good for one connection within 10 s, and permits that are empty yet. `dismiss` ends it."""
+        now = time.monotonic()
+        guest = Guest(os.urandom(_TICKET_NBYTES), Permits(), now + _TICKET_S)
         with self._lock:
-            self._guests[guest.ticket] = guest
+            while self._guests and next(iter(self._guests.values())).expires <= now:
+                del self._guests[next(iter(self._guests))]
+            self._guests[_name(guest.ticket)] = guest
         return guest
 
     def dismiss(self, guest: Guest) -> None:
         """The guest's ticket is void, and its connection is cut. Idempotent."""
         with self._lock:
-            self._guests.pop(guest.ticket, None)
+            self._guests.pop(_name(guest.ticket), None)
             connection = self._serving.pop(guest, None)
             if connection is not None:
                 _shut(connection)
@@ -262,7 +292,11 @@ class PageStreamListener:
 
         thread = threading.Thread(target=run, name=f"hurray-pages-{self.port}", daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.discard(thread)
+            raise
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -278,9 +312,11 @@ class PageStreamListener:
                 if self._closed:
                     connection.close()
                     return
+                if len(self._unknown) >= _MAX_UNKNOWN:
+                    oldest = next(iter(self._unknown))
+                    del self._unknown[oldest]
+                    _shut(oldest)
                 self._unknown[connection] = None
-                if len(self._unknown) > _MAX_UNKNOWN:
-                    _shut(next(iter(self._unknown)))
                 try:
                     self._start(self._receive, connection)
                 except RuntimeError as error:  # no more threads
@@ -302,25 +338,47 @@ class PageStreamListener:
 
     def _greet(self, connection: socket.socket) -> Guest | None:
         """Whose connection it is; None is nobody's."""
-        shown = b""
+        guest = None
         with contextlib.suppress(OSError):
             _prepare(connection)
-            shown = _read(connection, len(_GREETING) + _TICKET_NBYTES, time.monotonic() + _HANDSHAKE_S)
+            guest = self._recognize(connection, time.monotonic() + _HANDSHAKE_S)
+            connection.setblocking(False)
         with self._lock:
             self._unknown.pop(connection, None)
-            guest = self._guests.pop(shown[len(_GREETING) :], None) if shown.startswith(_GREETING) else None
-            if guest is None or self._closed:
-                _log.info("a connection for pages showed no ticket that is expected")
+            # Only now: who cannot prove that he has a ticket must not use it up.
+            if guest is None or self._guests.pop(_name(guest.ticket), None) is None:
+                _log.info("a connection for pages came without a ticket that is expected")
                 return None
             self._serving[guest] = connection
-        try:
-            connection.sendall(_GREETING)
-            connection.setblocking(False)
-        except OSError:
-            with self._lock:
-                self._serving.pop(guest, None)
-            return None
         return guest
+
+    def _recognize(self, connection: socket.socket, deadline: float) -> Guest | None:
+        """Who proves to have the ticket that he names.
+
+        Raises:
+            OSError: not in time, or cut.
+        """
+        hello = _read(connection, len(_GREETING) + _NAME_NBYTES + _NONCE_NBYTES, deadline)
+        name, nonce = hello[len(_GREETING) : -_NONCE_NBYTES], hello[-_NONCE_NBYTES:]
+        with self._lock:
+            guest = self._guests.get(name)
+        if guest is None or guest.expires <= time.monotonic() or not hello.startswith(_GREETING):
+            return None
+        ours = os.urandom(_NONCE_NBYTES)
+        nonces = nonce + ours
+        connection.sendall(ours + _proof(guest.ticket, b"server", nonces))
+        proof = _read(connection, _PROOF_NBYTES, deadline)
+        return guest if hmac.compare_digest(proof, _proof(guest.ticket, b"client", nonces)) else None
+
+
+def _name(ticket: bytes) -> bytes:
+    """Tells which ticket it is, and nothing else of it."""
+    return hashlib.sha256(ticket).digest()[:_NAME_NBYTES]
+
+
+def _proof(ticket: bytes, role: bytes, nonces: bytes) -> bytes:
+    """What only who has the ticket can say: that side of the connection that both nonces belong to."""
+    return hmac.digest(ticket, role + nonces, "sha256")
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import os
+import resource
 import signal
 import socket
 import struct
@@ -25,7 +29,7 @@ from hurray_rdma.errors import (
     TransportError,
 )
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import Guest, PageStream, PageStreamListener, Permits, StopFlag
+from hurray_rdma.transport import Guest, PageStream, PageStreamListener, Permits, StopFlag, page_streams
 from hurray_rdma.transport import _page_streams as native
 
 PAGE = 4096
@@ -81,6 +85,23 @@ def exactly(connection: socket.socket, nbytes: int) -> bytes:
             break
         data += part
     return data
+
+
+def hello(ticket: bytes, nonce: bytes) -> bytes:
+    return b"hurray/2" + hashlib.sha256(ticket).digest()[:16] + nonce
+
+
+def proof(ticket: bytes, what: bytes) -> bytes:
+    return hmac.new(ticket, what, hashlib.sha256).digest()
+
+
+def shake(connection: socket.socket, ticket: bytes) -> None:
+    """As `PageStream.open` does it."""
+    nonce = os.urandom(16)
+    connection.sendall(hello(ticket, nonce))
+    answer = exactly(connection, 48)
+    assert answer[16:] == proof(ticket, b"server" + nonce + answer[:16])
+    connection.sendall(proof(ticket, b"client" + nonce + answer[:16]))
 
 
 @contextlib.contextmanager
@@ -359,10 +380,173 @@ def test_a_ticket_is_good_once_and_no_other_is_good() -> None:
         PageStream.open("127.0.0.1", listener.port, guest.ticket, timeout_s=10)
 
 
+def test_who_only_listens_at_the_port_learns_no_ticket_and_is_not_believed() -> None:
+    ticket, heard = os.urandom(32), []
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+
+        def squat(answer: bytes) -> None:
+            with squatter.accept()[0] as connection:
+                connection.settimeout(10)
+                heard.append(exactly(connection, 40))
+                nonce = heard[-1][24:]
+                # Neither what it makes up nor what a client would say passes for a server's proof.
+                said = answer or bytes(16) + proof(ticket, b"client" + nonce + bytes(16))
+                connection.sendall(said)
+                heard[-1] += exactly(connection, 1)
+
+        for answer in (b"hurray/2", os.urandom(48), b""):
+            thread = threading.Thread(target=squat, args=(answer,))
+            thread.start()
+            with pytest.raises(TransportError, match="ticket"):
+                PageStream.open("127.0.0.1", squatter.getsockname()[1], ticket, timeout_s=1)
+            thread.join(10)
+            assert not thread.is_alive()
+    assert len({said[24:] for said in heard}) == 3, "a nonce each"
+    for said in heard:
+        assert said == hello(ticket, said[24:])
+
+
+def test_what_a_client_has_said_does_not_open_another_stream_nor_use_its_ticket_up() -> None:
+    listener = PageStreamListener(["127.0.0.1"], on_end=lambda *_: None)
+    try:
+        guest, nonce = listener.expect(), os.urandom(16)
+
+        def knock(proof_for: bytes | None) -> bytes:
+            with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as connection:
+                connection.sendall(hello(guest.ticket, nonce))
+                answer = exactly(connection, 48)
+                nonces = nonce + (answer[:16] if proof_for is None else proof_for)
+                with contextlib.suppress(OSError):
+                    connection.sendall(proof(guest.ticket, b"client" + nonces))
+                    connection.sendall(frame(READ, [(0, 1)]))
+                    return exactly(connection, 8)
+            return b""
+
+        assert knock(bytes(16)) == b"", "a proof for another connection"
+        assert knock(bytes(16)) == b""
+        assert knock(None) == struct.pack("<2I", 0, ENDED)
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as connection:
+            connection.sendall(hello(guest.ticket, nonce))
+            assert exactly(connection, 1) == b"", "it has been used"
+    finally:
+        listener.close()
+
+
+def test_a_ticket_that_nobody_uses_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_streams, "_TICKET_S", 0.0)
+    listener = PageStreamListener(["127.0.0.1"], on_end=lambda *_: None)
+    try:
+        guests = [listener.expect() for _ in range(3)]
+        with pytest.raises(TransportError, match="ticket"):
+            PageStream.open("127.0.0.1", listener.port, guests[-1].ticket, timeout_s=10)
+        assert len(listener._guests) == 1, "none is kept"
+        assert str(guests[0].ticket) not in repr(guests[0])
+    finally:
+        listener.close()
+
+
+def test_all_hosts_have_one_port_that_nobody_else_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[socket.socket] = []
+    create = socket.create_server
+
+    def other_is_quicker(address: tuple[str, int], **more: int) -> socket.socket:
+        if address[0] == "127.0.0.2" and len(taken) < num_taken:
+            taken.append(create(address))
+        return create(address, **more)
+
+    monkeypatch.setattr(socket, "create_server", other_is_quicker)
+    num_taken = 2
+    listener = PageStreamListener(["127.0.0.1", "127.0.0.2"], on_end=lambda *_: None)
+    try:
+        assert len(taken) == 2
+        assert listener.port not in [each.getsockname()[1] for each in taken]
+        for host in ("127.0.0.1", "127.0.0.2"):
+            PageStream.open(host, listener.port, listener.expect().ticket, timeout_s=10).close()
+    finally:
+        listener.close()
+    num_taken = 1000
+    with pytest.raises(TransportError, match="in use"):
+        PageStreamListener(["127.0.0.1", "127.0.0.2"], on_end=lambda *_: None)
+    for each in taken:
+        with socket.socket() as free:  # nothing listens there on the first one any more
+            assert free.connect_ex(("127.0.0.1", each.getsockname()[1])) != 0
+        each.close()
+
+
+def test_without_a_thread_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, left = threading.Thread.start, 1
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal left
+        if thread.name.startswith("hurray-pages"):
+            left -= 1
+            if left < 0:
+                raise RuntimeError("can't start new thread")
+        plain(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(TransportError, match="can't start new thread"):
+        PageStreamListener(["127.0.0.1", "127.0.0.2"], on_end=lambda *_: None)
+    left = 1
+    listener = PageStreamListener(["127.0.0.1"], on_end=lambda *_: None)
+    with pytest.raises(TransportError, match="ticket"):
+        PageStream.open("127.0.0.1", listener.port, listener.expect().ticket, timeout_s=10)
+    listener.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hurray-pages")]
+
+
+def test_a_frame_that_is_answered_before_it_was_sent_breaks_the_connection_and_costs_no_cpu() -> None:
+    ours, theirs = socket.socketpair()
+    here = np.ones(2 * LARGE, np.uint8)
+    with theirs:
+        ours.setblocking(False)
+        theirs.sendall(struct.pack("<4I", 0, OK, 1, OK))
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_utime
+        with pytest.raises(ProtocolError, match="makes no sense"):
+            move(PageStream(ours), here, ([0], [0], [2 * LARGE]), timeout_s=3)
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_utime - before < 1
+    ours.close()
+
+
+def test_a_stop_lets_a_slow_peer_finish_what_is_under_way() -> None:
+    """It takes longer than the second that one gets who takes nothing at all."""
+    ours, theirs = socket.socketpair()
+    here, stop = np.ones(2 * LARGE, np.uint8), StopFlag()
+    ours.setblocking(False)
+    nbytes = 32 + 16 + 2 * LARGE
+
+    def take_slowly() -> None:
+        exactly(theirs, 1)
+        stop.set()
+        left = nbytes - 1
+        for _ in range(16):
+            left -= len(exactly(theirs, nbytes // 17))
+            time.sleep(0.1)
+        exactly(theirs, left)
+        theirs.sendall(struct.pack("<2I", 0, OK))
+
+    thread = threading.Thread(target=take_slowly)
+    thread.start()
+    stream = PageStream(ours)
+    try:
+        with theirs:
+            with pytest.raises(TransferAbortedError):
+                move(stream, here, ([0], [0], [2 * LARGE]), stop=stop)
+            thread.join(10)
+            assert not stream.closed
+    finally:
+        stream.close()
+
+
 def test_those_that_say_nothing_keep_nobody_out_and_no_thread_alive() -> None:
     listener = PageStreamListener(["127.0.0.1"], on_end=lambda *_: None)
     silent = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(70)]
     try:
+        for cut in silent[:6]:  # the oldest
+            cut.settimeout(4)
+            assert cut.recv(1) == b""
+        with listener._lock:
+            assert len(listener._unknown) == 64
         stream = PageStream.open("127.0.0.1", listener.port, listener.expect().ticket, timeout_s=10)
         stream.close()
     finally:

@@ -83,13 +83,13 @@ def move(int socket, bint get, uint32_t transfer_id, uint32_t region, uint64_t l
          const uint64_t[::1] lengths not None, uintptr_t stop, uint64_t deadline_ns):
     """Moves a plan into a region of the other end, or (``get``) out of it; see ``hurray_stream_move`` in page_streams.h.
 
-    ``stop`` is the address of a `StopFlag`. Returns ``(frames, nbytes, status, intact)``; the local memory is free."""
+    ``stop`` is the address of a `StopFlag`. Returns ``(nbytes, status, intact)``; the local memory is free."""
     cdef hurray_streamed_t outcome
     if local_offsets.shape[0] != lengths.shape[0] or remote_offsets.shape[0] != lengths.shape[0]:
         raise ValueError("offsets and lengths must have the same length")
     if lengths.shape[0] == 0:
-        return 0, 0, <int>HURRAY_STREAM_OK, True
+        return 0, <int>HURRAY_STREAM_OK, True
     with nogil:
         outcome = hurray_stream_move(socket, get, transfer_id, region, local_base, &local_offsets[0],
                                      &remote_offsets[0], &lengths[0], lengths.shape[0], <const int *>stop, deadline_ns)
-    return outcome.frames, outcome.nbytes, <int>outcome.status, bool(outcome.intact)
+    return outcome.nbytes, <int>outcome.status, bool(outcome.intact)

@@ -17,8 +17,10 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "structs are the wire'
 #define WINDOW 8
 /* How long a loop sleeps before it looks at `stop` and the clock. */
 #define LOOK_MS 10
-/* After a stop or the deadline the frames under way get this long to end; then the caller cuts the connection. */
+/* After a stop or the deadline the frames under way may end, as others need the connection: while no pause is longer than
+ * the first, and all of it not longer than the second. Then the caller cuts it. */
 #define DRAIN_NS 1000000000u
+#define MAX_DRAIN_NS 10000000000u
 /* What is read of one who broke the rules, so that he hears so before the connection ends. */
 #define FAREWELL_NS 1000000000u
 #define SCRATCH_NBYTES (64u << 10)
@@ -643,6 +645,9 @@ static int hear(moving_t *moving, const plan_t *plan, int get, hurray_stream_sta
     if (moving->answer.seq != moving->done || status > HURRAY_STREAM_ENDED) {
         return -1;
     }
+    if (moving->num_out > 0 && moving->done + 1 == moving->sent) {
+        return -1; /* the frame that it answers is still being sent */
+    }
     if (get && status == HURRAY_STREAM_OK && !moving->in_begun) {
         cut(plan, moving->starts[slot], moving->in_iov, &moving->num_in, moving->in_pieces, &num_pieces, &nbytes);
         moving->in = moving->in_iov;
@@ -710,11 +715,11 @@ hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint
                                      uint64_t deadline_ns)
 {
     plan_t plan = {local_base, local_offsets, remote_offsets, lengths, count};
-    hurray_streamed_t outcome = {0, 0, HURRAY_STREAM_OK, 0};
+    hurray_streamed_t outcome = {0, HURRAY_STREAM_OK, 0};
     hurray_stream_status_t refused = HURRAY_STREAM_OK;
     moving_t *moving = calloc(1, sizeof(*moving));
     cursor_t cursor = {0, 0};
-    uint64_t cut_ns = UINT64_MAX; /* once it is to end early: when the connection is given up */
+    uint64_t cut_ns = UINT64_MAX, last_ns = 0; /* once it is to end early: until when it may, without bytes and at all */
 
     if (moving == NULL) {
         outcome.status = HURRAY_STREAM_NO_MEMORY;
@@ -733,8 +738,11 @@ hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint
             outcome.status = *stop ? HURRAY_STREAM_STOPPED : HURRAY_STREAM_TIMED_OUT;
         }
         if (outcome.status != HURRAY_STREAM_OK || refused != HURRAY_STREAM_OK) {
-            cut_ns = cut_ns == UINT64_MAX ? now + DRAIN_NS : cut_ns;
-            if (idle || now >= cut_ns) {
+            if (cut_ns == UINT64_MAX) {
+                cut_ns = now + DRAIN_NS;
+                last_ns = now + MAX_DRAIN_NS;
+            }
+            if (idle || now >= cut_ns || now >= last_ns) {
                 outcome.intact = idle;
                 break;
             }
@@ -753,13 +761,14 @@ hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint
             break;
         }
         if (sent == 0 && came == 0) {
-            wait_for(fd, moving->num_out > 0 ? POLLIN | POLLOUT : POLLIN, LOOK_MS);
+            wait_for(fd, (moving->num_out > 0 ? POLLOUT : 0) | (moving->done != moving->sent ? POLLIN : 0), LOOK_MS);
+        } else if (cut_ns != UINT64_MAX) {
+            cut_ns = now + DRAIN_NS;
         }
     }
     if (outcome.status == HURRAY_STREAM_OK) {
         outcome.status = refused;
     }
-    outcome.frames = moving->done;
     free(moving);
     return outcome;
 }

@@ -66,16 +66,15 @@ typedef struct {
 hurray_served_t hurray_stream_serve(hurray_permits_t *permits, int fd);
 
 typedef struct {
-    uint64_t frames; /* that were done */
-    uint64_t nbytes; /* of these */
+    uint64_t nbytes; /* of the frames that were done */
     hurray_stream_status_t status;
     int intact;      /* whether the connection is between two frames, and may be used on */
 } hurray_streamed_t;
 
 /*
  * Moves a plan into a region of the other end, or (`get`) out of it, several frames outstanding; on OK all of it is in
- * place. `stop` and `deadline_ns` as of `hurray_post`: what is outstanding is finished if that goes quickly. The
- * local memory is free when it returns. One call at a time for each socket, which is non-blocking.
+ * place. `stop` and `deadline_ns` as of `hurray_post`: what is outstanding is finished while that goes on, for
+ * 10 s at most. The local memory is free when it returns. One call at a time for each socket, which is non-blocking.
  */
 hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint32_t region, uint64_t local_base,
                                      const uint64_t *local_offsets, const uint64_t *remote_offsets,

@@ -37,7 +37,6 @@ cdef extern from "page_streams.h" nogil:
     hurray_served_t hurray_stream_serve(hurray_permits_t *permits, int fd)
 
     ctypedef struct hurray_streamed_t:
-        uint64_t frames
         uint64_t nbytes
         hurray_stream_status_t status
         int intact
