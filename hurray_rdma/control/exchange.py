@@ -44,7 +44,7 @@ class SessionMessage:
     pages_port: int = 0
     """Server: TCP port, beside its own on the same address, of connections for page bytes; 0 is none."""
     pages_ticket: bytes = field(default=b"", repr=False)
-    """Server: what this client shows there, once; a secret of at most 64 bytes."""
+    """Server: the key that this client proves to have there, once and soon; a secret of at most 64 bytes."""
 
     def __post_init__(self) -> None:
         at_most("engine_name", self.engine_name, MAX_NAME_CHARS)

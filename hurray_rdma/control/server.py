@@ -74,7 +74,7 @@ class ServerSession(DataSession):
         self.worker_address = b""
         """The UCX worker address that the client was told, from SessionOpened on."""
         self.pages_ticket = b""
-        """What it was told to show for a connection for page bytes."""
+        """The key that it was told for a connection for page bytes."""
         self._pages_port = 0
         self._client_hello: ClientHello | None = None
         self._introduced: tuple[SessionMessage, str] | None = None
