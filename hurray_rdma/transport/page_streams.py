@@ -100,6 +100,8 @@ class PageStream:
             if not hmac.compare_digest(answer[_NONCE_NBYTES:], _proof(ticket, b"server", nonces)):
                 raise TransportError(f"port {port} of {host} is not who gave the ticket")
             connection.sendall(_proof(ticket, b"client", nonces))
+            if _read(connection, len(_GREETING), deadline) != _GREETING:
+                raise TransportError(f"port {port} of {host} does not take the ticket any more")
             connection.setblocking(False)
         except OSError as error:
             connection.close()
@@ -350,6 +352,12 @@ class PageStreamListener:
                 _log.info("a connection for pages came without a ticket that is expected")
                 return None
             self._serving[guest] = connection
+        try:
+            connection.sendall(_GREETING)
+        except OSError:
+            with self._lock:
+                self._serving.pop(guest, None)
+            return None
         return guest
 
     def _recognize(self, connection: socket.socket, deadline: float) -> Guest | None:

@@ -102,6 +102,7 @@ def shake(connection: socket.socket, ticket: bytes) -> None:
     answer = exactly(connection, 48)
     assert answer[16:] == proof(ticket, b"server" + nonce + answer[:16])
     connection.sendall(proof(ticket, b"client" + nonce + answer[:16]))
+    assert exactly(connection, 8) == b"hurray/2"
 
 
 @contextlib.contextmanager
@@ -419,12 +420,12 @@ def test_what_a_client_has_said_does_not_open_another_stream_nor_use_its_ticket_
                 with contextlib.suppress(OSError):
                     connection.sendall(proof(guest.ticket, b"client" + nonces))
                     connection.sendall(frame(READ, [(0, 1)]))
-                    return exactly(connection, 8)
+                    return exactly(connection, 16)
             return b""
 
         assert knock(bytes(16)) == b"", "a proof for another connection"
         assert knock(bytes(16)) == b""
-        assert knock(None) == struct.pack("<2I", 0, ENDED)
+        assert knock(None) == b"hurray/2" + struct.pack("<2I", 0, ENDED)
         with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as connection:
             connection.sendall(hello(guest.ticket, nonce))
             assert exactly(connection, 1) == b"", "it has been used"
