@@ -137,18 +137,21 @@ class PoolLayout:
 
     def extent_nbytes(self, index: int, /) -> int:
         """Bytes from the first to the last of a page, in the segment of that index."""
-        segment, (tokens, heads, row_nbytes) = self.segments[index], self._rows(index)
-        return (tokens - 1) * segment.token_stride_nbytes + (heads - 1) * segment.head_stride_nbytes + row_nbytes
+        spec, segment, part = self.spec, self.segments[index], self._part(index)
+        heads = spec.num_heads if part is Part.PAGES else 1
+        return (
+            (spec.page_size - 1) * segment.token_stride_nbytes
+            + (heads - 1) * segment.head_stride_nbytes
+            + self.row_nbytes(part)
+        )
 
     def page_nbytes(self, index: int, /) -> int:
-        """Bytes that a page has in the segment of that index, what lies between them left out."""
-        tokens, heads, row_nbytes = self._rows(index)
-        return tokens * heads * row_nbytes
+        """`page_nbytes_of` what is in the segment of that index: what lies between its bytes is left out."""
+        return page_nbytes_of(self.spec, self._part(index))
 
-    def _rows(self, index: int) -> tuple[int, int, int]:
+    def _part(self, index: int) -> Part:
         parts = parts_of(self.spec)
-        part = parts[index % len(parts)]
-        return self.spec.page_size, self.spec.num_heads if part is Part.PAGES else 1, self.row_nbytes(part)
+        return parts[index % len(parts)]
 
     def check_inside(self, regions_nbytes: Sequence[int], /) -> None:
         """Checks that every slot lies in its region: needed of a layout that a peer has sent.

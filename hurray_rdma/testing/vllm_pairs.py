@@ -87,7 +87,8 @@ def compare(model: str, connectors: list[str], lengths: list[int], *, rounds: in
         for pair in pairs.values():
             for instance in pair:
                 instance.ready()
-        running.enter_context(_asleep(pairs.get(NIXL, ())))
+        running.callback(_signal, pairs.get(NIXL, ()), signal.SIGCONT)  # each of a pair is told to end after that
+        _signal(pairs.get(NIXL, ()), signal.SIGSTOP)
         figures: list[Figures] = []
         for length in lengths:
             prompt = _prompt(length)
@@ -95,26 +96,15 @@ def compare(model: str, connectors: list[str], lengths: list[int], *, rounds: in
             now = {name: Figures(name, alone["tokens"], alone["text"], True) for name in connectors}
             for at in range(rounds + 1):  # the first connects, and computes the prompt
                 for name, (prefill, decode) in pairs.items():
-                    with _awake(name, prefill, decode):
+                    with _awake(pairs[name] if name == NIXL else ()):
                         _round(prefill, decode, prompt, now[name], counts=at > 0)
             figures += now.values()
         return figures
 
 
 @contextlib.contextmanager
-def _asleep(pair: Sequence[Instance]) -> Iterator[None]:
-    _signal(pair, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        _signal(pair, signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def _awake(connector: str, *pair: Instance) -> Iterator[None]:
-    if connector != NIXL:
-        yield
-        return
+def _awake(pair: Sequence[Instance]) -> Iterator[None]:
+    """Runs a pair that is stopped, meanwhile."""
     _signal(pair, signal.SIGCONT)
     try:
         yield
