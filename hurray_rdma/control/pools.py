@@ -7,12 +7,22 @@ the geometry means is the engine's to know. It knows neither bytes nor order.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from hurray_rdma.control.checks import MAX_NAME_CHARS, U32_MAX, U64_MAX, at_most, between
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import DeviceTag
 
-__all__ = ["MAX_LAYERS", "MAX_REGIONS", "MAX_ROLES", "MAX_SEGMENTS", "Pool", "PoolRegion", "PoolSegment"]
+__all__ = [
+    "MAX_LAYERS",
+    "MAX_REGIONS",
+    "MAX_ROLES",
+    "MAX_SEGMENTS",
+    "Pool",
+    "PoolRegion",
+    "PoolSegment",
+    "segment_values",
+]
 
 MAX_LAYERS = 4096
 MAX_ROLES = 16
@@ -46,6 +56,10 @@ class PoolSegment:
     page_stride_nbytes: int
     token_stride_nbytes: int
     head_stride_nbytes: int
+
+
+segment_values = attrgetter(*PoolSegment.__slots__)
+"""The fields of a `PoolSegment`, or of what has fields of the same names; `dataclasses.astuple` copies each deeply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from hurray_rdma.control.pools import (
     Pool,
     PoolRegion,
     PoolSegment,
+    segment_values,
 )
 from hurray_rdma.errors import HurrayError, ProtocolError
 
@@ -144,7 +145,7 @@ class _Ended(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     descriptor_indices: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_DESCRIPTORS)]
 
 
-_REGION, _SEGMENT = attrgetter(*PoolRegion.__slots__), attrgetter(*PoolSegment.__slots__)
+_REGION = attrgetter(*PoolRegion.__slots__)
 _ENCODER = msgspec.msgpack.Encoder()
 _SESSION = msgspec.msgpack.Decoder(_Session)
 _POOL = msgspec.msgpack.Decoder(_Pool)
@@ -358,7 +359,7 @@ def _encode_pool(pool: Pool) -> bytes:
     fields: tuple[object, ...] = (pool.pool_id, pool.generation, pool.name, pool.removed, pool.num_pages)
     fields += (pool.layers, pool.num_heads, pool.head_dim, pool.page_size, pool.dtype, pool.roles, pool.order)
     fields += (pool.head_offset, pool.total_heads, pool.scale_dtype, pool.zero_points, pool.device)
-    fields += (tuple(map(_REGION, pool.regions)), tuple(map(_SEGMENT, pool.segments)))
+    fields += (tuple(map(_REGION, pool.regions)), tuple(map(segment_values, pool.segments)))
     return _ENCODER.encode(fields)
 
 

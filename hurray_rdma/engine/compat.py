@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from hurray_rdma.control import (
     Published,
     SnapshotFields,
 )
+from hurray_rdma.control.pools import segment_values
 from hurray_rdma.errors import ConfigError, GeometryError, HurrayError
 from hurray_rdma.format import (
     Counts,
@@ -61,10 +61,6 @@ __all__ = [
 ]
 
 
-_PLACE = attrgetter(*Segment.__slots__)
-"""The fields of a `Segment` or of a `PoolSegment`; `dataclasses.astuple` copies each of them deeply."""
-
-
 def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str) -> Pool:
     """The POOL message for a receive pool: geometry, and what a peer needs to write into it."""
     layout, spec = pool.layout, pool.spec
@@ -87,7 +83,7 @@ def announcement(pool: PagePool, *, pool_id: int, generation: int, name: str) ->
         zero_points=spec.zero_points,
         device=pool.device,
         regions=tuple(PoolRegion(remote_addr=r.remote_addr, nbytes=r.nbytes, rkey=r.rkey) for r in remotes),
-        segments=tuple(PoolSegment(*_PLACE(segment)) for segment in layout.segments),
+        segments=tuple(PoolSegment(*segment_values(segment)) for segment in layout.segments),
     )
 
 
@@ -133,7 +129,7 @@ def announced_layout(pool: Pool) -> PoolLayout:
         scale_dtype=pool.scale_dtype,
         zero_points=pool.zero_points,
     ).with_order(pool.order)
-    segments = tuple(Segment(*_PLACE(segment)) for segment in pool.segments)
+    segments = tuple(Segment(*segment_values(segment)) for segment in pool.segments)
     layout = PoolLayout(spec=spec, num_pages=pool.num_pages, segments=segments)
     layout.check_inside([region.nbytes for region in pool.regions])
     return layout

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from hurray_rdma import Arrival, Engine, PagePool, sync
+from hurray_rdma import Arrival, Engine, PagePool, Peer, sync
 from hurray_rdma.engine.marks import mark_of
 from hurray_rdma.errors import ConfigError, DeadlineExceededError, HurrayError, TransferAbortedError, TransportError
 from hurray_rdma.transport import Context
 from hurray_rdma.transport.cuda import Trait
-from tests.hazards.scenes import SPEC, digest, fill, make_pool, run, settled, snapshot_of
+from tests.hazards.scenes import SPEC, connected, digest, fill, make_pool, run, settled, snapshot_of
 from tests.transport.recorded import DEVICE_ADDRESS, RecordedDriver
 
 NEVER = 1 << 60
@@ -52,6 +53,16 @@ def dest(context: Context) -> Iterator[PagePool]:
         yield pool
 
 
+@asynccontextmanager
+async def joined(listening: PagePool, connecting: PagePool, **settings: Any) -> AsyncIterator[tuple[Engine, Peer]]:
+    """An engine that listens, and a peer of another one that has connected to it."""
+    async with (
+        Engine(listening, listen="127.0.0.1:0", **settings) as engine,
+        connected(connecting, engine.address) as peer,
+    ):
+        yield engine, peer
+
+
 async def first(engine: Engine) -> Arrival:
     async with asyncio.timeout(10):
         return await anext(engine.arrivals())
@@ -73,11 +84,7 @@ def test_pages_are_moved_only_after_the_work_that_fills_them(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             snapshot = snapshot_of(source, [3, 1])
             sending = asyncio.create_task(peer.send(snapshot, stream=Stream()))
             arrival = await first(receiver)
@@ -95,11 +102,7 @@ def test_pages_are_moved_only_after_the_work_that_fills_them(
 
 def test_each_layer_waits_for_its_own_work(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             snapshot = snapshot_of(source, [3, 1])
             async with peer.begin(snapshot, stream=Stream()) as transfer:
                 arrival = await first(receiver)
@@ -121,11 +124,7 @@ def test_failed_kernels_end_the_transfer_on_both_sides(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1]), stream=Stream()))
             arrival = await first(receiver)
             driver.fails = True
@@ -171,11 +170,7 @@ def test_kernels_that_never_end_cost_no_more_than_the_deadline(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (_, peer):
             with pytest.raises(DeadlineExceededError):
                 await peer.send(snapshot_of(source, [3, 1]), stream=Stream(), timeout_s=0.3)
             await settled(dest, 8, 0, 0)
@@ -189,11 +184,7 @@ def test_a_receiver_that_aborts_ends_the_wait_for_kernels(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1]), stream=Stream()))
             (await first(receiver)).abort("not wanted")
             with pytest.raises(TransferAbortedError):
@@ -208,11 +199,7 @@ def test_readers_wait_until_what_is_published_holds_its_content(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(source, listen="127.0.0.1:0") as publisher,
-            Engine(dest) as reader,
-            reader.connect(publisher.address) as peer,
-        ):
+        async with joined(source, dest) as (publisher, peer):
             snapshot = snapshot_of(source, [3, 1])
             publisher.publish("ready soon", snapshot, stream=Stream())
             with pytest.raises(DeadlineExceededError):
@@ -231,11 +218,7 @@ def test_readers_wait_until_what_is_published_holds_its_content(
 def test_readers_hear_of_failed_kernels(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
     async def job() -> None:
         driver.fails = True
-        async with (
-            Engine(source, listen="127.0.0.1:0") as publisher,
-            Engine(dest) as reader,
-            reader.connect(publisher.address) as peer,
-        ):
+        async with joined(source, dest) as (publisher, peer):
             publisher.publish("broken", snapshot_of(source, [3, 1]), stream=Stream())
             with pytest.raises(TransportError, match="illegal memory access"):
                 await peer.fetch("broken")
@@ -259,11 +242,7 @@ def wait(arrival: Arrival, layer: int, **more: Any) -> Any:
 
 def test_a_stream_waits_for_a_layer_without_the_host(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             async with peer.begin(snapshot_of(source, [3, 1])) as transfer:
                 arrival = await first(receiver)
                 for layer in (0, 1, 1):
@@ -297,12 +276,7 @@ def test_a_layer_comes_while_cuda_blocks_on_a_full_stream(
         held[:] = [time.monotonic() < deadline]
 
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-            peer.begin(snapshot_of(source, [3, 1])) as transfer,
-        ):
+        async with joined(dest, source) as (receiver, peer), peer.begin(snapshot_of(source, [3, 1])) as transfer:
             arrival = await first(receiver)
             waiting = asyncio.create_task(wait(arrival, 0))
             await until(lambda: held == [False])
@@ -320,12 +294,7 @@ def test_a_gpu_that_does_not_order_remote_writes_lets_no_stream_wait(
     driver: RecordedDriver, source: PagePool, dest: PagePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-            peer.begin(snapshot_of(source, [3, 1])) as transfer,
-        ):
+        async with joined(dest, source) as (receiver, peer), peer.begin(snapshot_of(source, [3, 1])) as transfer:
             arrival = await first(receiver)
             with monkeypatch.context() as on_a_gpu:
                 on_a_gpu.setattr(PagePool, "device_index", property(lambda _: 1))
@@ -343,11 +312,7 @@ def test_a_gpu_that_does_not_order_remote_writes_lets_no_stream_wait(
 
 def test_nothing_is_left_of_waits_that_are_over(driver: RecordedDriver, source: PagePool, dest: PagePool) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             async with peer.begin(snapshot_of(source, [3, 1])) as transfer:
                 arrival = await first(receiver)
                 await wait(arrival, 0, timeout_s=1000)
@@ -368,11 +333,7 @@ def test_a_stream_goes_on_when_the_arrival_fails_or_takes_too_long(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             transfer = peer.begin(snapshot_of(source, [3, 1]))
             await transfer.__aenter__()
             arrival = await first(receiver)
@@ -454,11 +415,7 @@ def test_pages_of_an_arrival_that_is_given_up_wait_for_the_stream_as_well(
     driver: RecordedDriver, source: PagePool, dest: PagePool
 ) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             transfer = await peer.begin(snapshot_of(source, [3, 1])).__aenter__()
             arrival = await first(receiver)
             num_free = dest.allocator.accounts().free
@@ -494,11 +451,7 @@ def test_a_snapshot_is_published_while_cuda_blocks_on_a_full_stream(
     queue = FullQueue(driver, monkeypatch)
 
     async def job() -> None:
-        async with (
-            Engine(source, listen="127.0.0.1:0") as publisher,
-            Engine(dest) as reader,
-            reader.connect(publisher.address) as peer,
-        ):
+        async with joined(source, dest) as (publisher, peer):
             snapshot = snapshot_of(source, [3, 1])
             publisher.publish("queued soon", snapshot, stream=Stream())
             await until(queue.blocks.is_set)
@@ -523,11 +476,7 @@ def test_a_full_stream_costs_a_send_no_more_than_its_time(
     queue = FullQueue(driver, monkeypatch)
 
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             with pytest.raises(DeadlineExceededError, match="queue was full"):
                 await peer.send(snapshot_of(source, [3, 1]), stream=Stream(), timeout_s=0.1)
             async with peer.begin(snapshot_of(source, [3, 1])) as transfer:
@@ -567,11 +516,7 @@ def test_layers_are_there_when_they_have_been_flushed_and_the_loop_goes_on_meanw
     gpu = Unordered(dest, monkeypatch)
 
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             snapshot = snapshot_of(source, [3, 1])
             transfer = await peer.begin(snapshot).__aenter__()
             arrival = await first(receiver)
@@ -606,11 +551,7 @@ def test_an_arrival_that_cannot_be_flushed_fails_on_both_sides(
     gpu.error = TransportError("cuFlushGPUDirectRDMAWrites: an illegal memory access was encountered", status=700)
 
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1])))
             arrival = await first(receiver)
             await until(lambda: len(gpu.begun) == 1)
@@ -634,11 +575,7 @@ def test_an_arrival_that_is_aborted_while_it_is_flushed_stays_so(
     gpu = Unordered(dest, monkeypatch)
 
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             sending = asyncio.create_task(peer.send(snapshot_of(source, [3, 1])))
             arrival = await first(receiver)
             await until(lambda: len(gpu.begun) == 1)
@@ -658,11 +595,7 @@ def test_what_comes_into_pages_granted_ahead_is_flushed_before_it_is_handed_over
 ) -> None:
     async def job() -> None:
         with make_pool(SPEC, 32, context=context) as dest:
-            async with (
-                Engine(dest, listen="127.0.0.1:0", ahead_pages=8) as receiver,
-                Engine(source) as sender,
-                sender.connect(receiver.address) as peer,
-            ):
+            async with joined(dest, source, ahead_pages=8) as (receiver, peer):
                 snapshot = snapshot_of(source, [3, 1])
                 await peer.send(snapshot)
                 (await first(receiver)).release()
@@ -695,11 +628,7 @@ def test_groups_wait_for_what_was_queued_when_they_were_sent(
 
     async def job() -> None:
         held = dest.allocator.lease(8)
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (receiver, peer):
             groups: Any = {"all": snapshot_of(source, [3, 1])}
             sending = asyncio.create_task(peer.send_groups(groups, stream=Stream()))
             await until(lambda: receiver.stats().num_waiting == 1)
@@ -715,11 +644,7 @@ def test_groups_wait_for_what_was_queued_when_they_were_sent(
 
 def test_what_is_no_stream_is_refused_before_anything_moves(source: PagePool, dest: PagePool) -> None:
     async def job() -> None:
-        async with (
-            Engine(dest, listen="127.0.0.1:0") as receiver,
-            Engine(source) as sender,
-            sender.connect(receiver.address) as peer,
-        ):
+        async with joined(dest, source) as (_, peer):
             for wrong in ("stream", object(), 7):  # a bare handle does not tell its GPU, nor does a pool on the host
                 with pytest.raises(ConfigError, match="stream"):
                     await peer.send(snapshot_of(source, [3, 1]), stream=wrong)
