@@ -200,17 +200,18 @@ class Connection:
             self._pools.fall_back(error)
 
     def _reach(self, info: PeerInfo, *, timeout_s: float) -> _Reached:
-        """On a thread: UCX's endpoint; and where that has nothing but tcp, a stream, which is faster."""
+        """On a thread: UCX's endpoint; and a stream, where that has but tcp, which is slower, or a shared queue."""
         until = time.monotonic() + timeout_s
         endpoint = self._surroundings.worker.connect(info.worker_address, timeout_s=timeout_s, stop=self._give_up)
-        if not (info.pages_port and endpoint.lanes.only_tcp) or self._give_up.is_set():
+        wanted = endpoint.lanes.only_tcp or endpoint.lanes.queued
+        if not (info.pages_port and wanted) or self._give_up.is_set():
             return endpoint, None
         left_s = min(_STREAM_S, until - time.monotonic())
         try:
             return endpoint, PageStream.open(self._remote_host, info.pages_port, info.pages_ticket, timeout_s=left_s)
         except TransportError as error:
             if self._error is None and not self._give_up.is_set():  # else it is no wonder
-                self.log.warning("pages travel over UCX's tcp, at half the speed of sockets: %s", error)
+                self.log.warning("there is no page stream, and UCX has only %s: %s", endpoint.lanes.name, error)
             return endpoint, None
         except BaseException:
             endpoint.close()
@@ -332,6 +333,10 @@ class Connection:
     @property
     def movers(self) -> ThreadPoolExecutor:
         return self._movers
+
+    @property
+    def streams(self) -> bool:
+        return self._stream is not None
 
     @property
     def session(self) -> ClientSession:

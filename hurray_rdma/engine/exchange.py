@@ -87,6 +87,10 @@ class Route(Protocol):
     def movers(self) -> ThreadPoolExecutor: ...
 
     @property
+    def streams(self) -> bool:
+        """Whether pages of some pools may go by page stream."""
+
+    @property
     def log(self) -> EngineLog:
         """With the peer as a fact."""
 

@@ -31,6 +31,7 @@ from hurray_rdma.engine.taking import Taking
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PoolExhaustedError, TransferAbortedError
 from hurray_rdma.plan import PageMap, check_pair, map_keys, plan_transfer
+from hurray_rdma.transport import Path
 
 __all__ = ["FetchedSnapshot", "Fetching"]
 
@@ -128,9 +129,8 @@ class Fetching(Exchange[Published]):
         session, remote = self._route.session, self._route.first_pool()
         self._remote, self._taking = remote, None
         num_streams = self._route.num_tensors()
-        fetch = Fetch(
-            key=self._key, deadline_s=self._left_s, lane=remote.lane, path=remote.path, num_streams=num_streams
-        )
+        path = Path.STREAM.value if self._route.streams else remote.path  # the pool may be another than the first
+        fetch = Fetch(key=self._key, deadline_s=self._left_s, lane=remote.lane, path=path, num_streams=num_streams)
         transfer_id = session.fetch(fetch, now=self._loop.time(), timeout_s=self._left_s)
         try:
             published = await self._asked(transfer_id, "an answer")

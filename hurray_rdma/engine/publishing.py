@@ -30,7 +30,7 @@ from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.exchange import retain
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.marks import Mark
-from hurray_rdma.engine.reach import may_stream
+from hurray_rdma.engine.reach import Reach, reach_of
 from hurray_rdma.engine.reading import ReadingEnd, Readings
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
@@ -279,7 +279,7 @@ class Publishing:
             nbytes=publication.nbytes,
             lease_s=published.lease_s,
             time_s=min(fetch.deadline_s, self._max_transfer_s),
-            streamed=_pages(snapshot) if may_stream(fetch.path, fetch.lane) else None,
+            streamed=_pages(snapshot) if reach_of(fetch.path, fetch.lane) is Reach.STREAM else None,
             on_end=partial(self._read, publication),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["NEVER_LATE", "Reach", "may_stream", "reach_of"]
+__all__ = ["NEVER_LATE", "Reach", "reach_of"]
 
 _MAPPED = frozenset({"sysv", "posix", "shared", "private"})
 _BY_ADDRESS = frozenset({"cma", "knem", "xpmem", "cuda_ipc"})
@@ -56,12 +56,3 @@ def reach_of(path: str, lane: str) -> Reach:
     if "tcp" in transports or how == "(emulated)" or transports <= _MAPPED:
         return Reach.SOCKET
     return Reach.KEY
-
-
-def may_stream(path: str, lane: str) -> bool:
-    """Whether a reader may come by page stream: it says how it reaches the first pool, and may be told of another.
-
-    Args:
-        path, lane: as of `reach_of`.
-    """
-    return path in ("stream", "frames") or "tcp" in lane

@@ -17,6 +17,11 @@ from hurray_rdma.transport import Endpoint, PageStream, Path, RemoteMemory, Remo
 
 __all__ = ["RemotePools"]
 
+_FASTER = (
+    "In a container allow ptrace (--cap-add SYS_PTRACE), or let PagePool.allocate make the receiving pool; see "
+    "`hurray-rdma doctor`"
+)
+
 
 class RemotePools:
     """Announcements, checked; opened when they are first needed, since a later one may come first.
@@ -199,13 +204,10 @@ class RemotePools:
         lane = next((remote.lane for remote in self.all() if remote.path in slow), "")
         if lane.endswith("(emulated)"):
             self._log.warning(
-                "pages travel over %s: UCX copies them in software, at a tenth of the speed. In a container allow "
-                "ptrace (--cap-add SYS_PTRACE), or let PagePool.allocate make the receiving pool; see "
-                "`hurray-rdma doctor`",
-                lane,
+                "pages travel over %s: UCX copies them in software, at a tenth of the speed. %s", lane, _FASTER
             )
         elif lane == "tcp" and same_host:
-            self._log.warning("pages travel over tcp although the peer is on this host; see `hurray-rdma doctor`")
+            self._log.warning("pages travel over tcp although the peer is on this host. %s", _FASTER)
 
     def fall_back(self, error: HurrayError) -> None:
         """Pages travel on the control channel; said once."""
@@ -227,6 +229,11 @@ class RemotePools:
                         remote_addr=region.remote_addr, nbytes=region.nbytes, rkey=region.rkey, device=pool.device
                     )
                     memories.append(self._endpoint.open_region(remote, stream=stream, index=index))
+                    if pool.device == "cpu" and memories[-1].path is Path.PUT and self._endpoint.lanes.queued:
+                        raise TransportError(
+                            f"UCX has only {self._endpoint.lanes.name}, where a sender that is killed stops all others",
+                            fix=_FASTER,
+                        )
             except HurrayError as error:
                 for memory in memories:
                     memory.close()

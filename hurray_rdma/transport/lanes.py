@@ -21,6 +21,9 @@ _NETWORK = re.compile(r"^(rc|dc|ud)(_|$)")
 _RMA_ROLE = re.compile(r"\brma(_bw#\d+)?(?=\s|$)")
 _CARRIER = re.compile(r"(?<![\w/])([a-z][a-z0-9_]*)/[a-z]")
 _EMULATED = "software emulation"
+_BY_MESSAGES = " (emulated)"
+_QUEUES = frozenset({"posix", "sysv", "xpmem"})
+"""Transports whose messages wait in memory that all senders share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,22 @@ class LaneReport:
     def name(self) -> str:
         """The transport that carries RMA of host memory, e.g. ``"cma"``, ``"tcp"`` or ``"tcp (emulated)"``."""
         rma = [lane.transport for lane in self.rma if lane.transport not in _DEVICE_ONLY]
-        return _joined(rma) or f"{self._by_messages} (emulated)"
+        return _joined(rma) or _joined(self._message_transports) + _BY_MESSAGES
 
     @property
     def only_tcp(self) -> bool:
         """Whether nothing but TCP carries host memory, be it one-sided or emulated."""
         return self.name in ("tcp", "tcp (emulated)")
+
+    @property
+    def queued(self) -> bool:
+        """Whether puts of host memory are emulated by messages through shared memory: all senders' go into one queue of
+        the target's worker.
+
+        A sender takes its place there before it writes the message. If it is killed in between, UCX's worker waits at
+        that place for ever, and with it whatever anybody puts into the queue after it.
+        """
+        return self.name.endswith(_BY_MESSAGES) and not _QUEUES.isdisjoint(self._message_transports)
 
     def name_between(self, device: str, peer_device: str) -> str:
         """The same, of memory on a device here or of the peer: ``"cuda_ipc (expected)"``, ``"tcp (staged)"``.
@@ -75,12 +88,12 @@ class LaneReport:
         if "cuda_ipc" in rma and "cpu" not in (device, peer_device):
             return "cuda_ipc (expected)"
         network = _joined(transport for transport in rma if _NETWORK.match(transport))
-        return f"{network} (expected)" if network else f"{self._by_messages} (staged)"
+        return f"{network} (expected)" if network else f"{_joined(self._message_transports)} (staged)"
 
     @property
-    def _by_messages(self) -> str:
+    def _message_transports(self) -> list[str]:
         lanes = (lane.transport for lane in (*self.messages, *self.rma))
-        return _joined(transport for transport in lanes if transport not in _DEVICE_ONLY | {"cma"})
+        return [transport for transport in lanes if transport not in _DEVICE_ONLY | {"cma"}]
 
 
 def _joined(transports: Iterable[str]) -> str:

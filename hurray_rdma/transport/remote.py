@@ -44,7 +44,7 @@ class Path(Enum):
     PUT = "put"
     """``ucp_put_nbx`` or ``ucp_get_nbx``, and ``ucp_ep_flush_nbx``."""
     STREAM = "stream"
-    """A TCP connection of this engine's own (`PageStream`), where UCX has nothing but tcp: host memory only."""
+    """A TCP connection of this engine's own (`PageStream`), where UCX has nothing better: host memory only."""
 
 
 @dataclass(frozen=True, slots=True)

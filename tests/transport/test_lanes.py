@@ -61,6 +61,24 @@ def test_ucx_says_what_carries_memory_of_a_device(said: str, lane: str, reach: R
     assert reach_of("put", lane) is reach
 
 
+@pytest.mark.parametrize(
+    ("lanes", "only_tcp", "queued"),
+    [
+        (report("cma"), False, False),
+        (report("rc_mlx5", messages=("rc_mlx5",)), False, False),
+        (report(), False, True),
+        (report("cuda_ipc"), False, True),
+        (report("cuda_ipc", "cma"), False, False),
+        (report(messages=("posix", "tcp")), False, True),
+        (report(messages=("ud_mlx5",)), False, False),
+        (report("tcp", messages=("tcp",)), True, False),
+        (report("cuda_ipc", messages=("tcp",)), True, False),
+    ],
+)
+def test_what_host_memory_had_better_not_go_by(lanes: LaneReport, only_tcp: bool, queued: bool) -> None:
+    assert (lanes.only_tcp, lanes.queued) == (only_tcp, queued)
+
+
 def test_nothing_is_made_of_what_says_nothing() -> None:
     assert carried_by("") == ""
     assert carried_by("{cpml|cb} <no debug info> 3/4 of it, 12 MB/s") == ""
