@@ -434,11 +434,11 @@ def _served(outcome: tuple[int, int, int, int, int]) -> HurrayError | None:
         return None
     if status == native.FORBIDDEN:
         return ProtocolError(
-            f"a frame of transfer {transfer_id} names {nbytes} bytes from byte {offset} of region {region}, which are "
+            f"a parcel of transfer {transfer_id} names {nbytes} bytes from byte {offset} of region {region}, which are "
             "not inside pages that it may use"
         )
     if status == native.BROKEN:
-        return ProtocolError("what came over the connection for pages is no frame")
+        return ProtocolError("what came over the connection for pages is no parcel")
     return PeerLostError("the connection for pages was cut")
 
 
@@ -456,5 +456,5 @@ def _raise_for(status: int, *, timeout_s: float) -> None:
     if status == native.BROKEN:
         raise ProtocolError("what the other side answers over the connection for pages makes no sense")
     if status == native.NO_MEMORY:
-        raise TransportError("there is no memory for a frame")
+        raise TransportError("there is no memory for a parcel")
     raise PeerLostError("the connection for pages was cut", fix="Check that the peer process is alive")

@@ -48,7 +48,7 @@ from tests.hazards.scenes import (
     snapshot_of,
     stopped,
 )
-from tests.transport.test_page_streams import ENDED, FORBIDDEN, OK, WRITE, exactly, frame, shake
+from tests.transport.test_page_streams import ENDED, FORBIDDEN, OK, WRITE, exactly, parcel, shake
 
 TCP = LANES["tcp"][1]
 LARGE = CacheSpec(num_layers=4, num_heads=8, head_dim=128, page_size=32, dtype="bfloat16")  # pages of 64 KiB
@@ -411,14 +411,14 @@ def test_a_sender_is_held_to_the_pages_it_was_granted(caplog: pytest.LogCaptureF
 
                 def write(connection: socket.socket, page_id: int, fill: bytes = b"\1") -> tuple[int, ...]:
                     pieces = [(page_id * page, page)]
-                    connection.sendall(frame(WRITE, pieces, transfer_id=transfer_id) + fill * page)
+                    connection.sendall(parcel(WRITE, pieces, transfer_id=transfer_id) + fill * page)
                     return told(connection)
 
                 with page_stream_of(hand, engine.address) as connection:
                     assert await asyncio.to_thread(write, connection, granted[0]) == (0, OK)
                     assert untouched_but(pool, [granted[0]])
                     # Another's transfer is nothing that this session knows of.
-                    connection.sendall(frame(WRITE, [(others[0] * page, 1)], transfer_id=other_id + 1000) + b"\2")
+                    connection.sendall(parcel(WRITE, [(others[0] * page, 1)], transfer_id=other_id + 1000) + b"\2")
                     assert await asyncio.to_thread(told, connection) == (0, ENDED)
                     assert await asyncio.to_thread(write, connection, others[0]) == (0, FORBIDDEN)
                     assert await asyncio.to_thread(exactly, connection, 1) == b""
@@ -428,7 +428,7 @@ def test_a_sender_is_held_to_the_pages_it_was_granted(caplog: pytest.LogCaptureF
                 # That ends its session, and harms nobody else.
                 assert isinstance((await hand.expect(SessionClosed)).error, PeerLostError)
                 with page_stream_of(other, engine.address) as connection:
-                    connection.sendall(frame(WRITE, [(others[0] * page, page)], transfer_id=other_id) + b"\3" * page)
+                    connection.sendall(parcel(WRITE, [(others[0] * page, page)], transfer_id=other_id) + b"\3" * page)
                     assert await asyncio.to_thread(told, connection) == (0, OK)
                 await eventually(lambda: counts(pool) == (14, 2, 0))
                 assert engine.stats().num_sessions == 1
@@ -452,7 +452,7 @@ def test_nothing_lands_once_the_transfer_is_over(how: str) -> None:
                 granted = (await hand.expect(Granted)).grant.page_ids.tolist()
                 arrival = await anext(engine.arrivals())
                 with page_stream_of(hand, engine.address) as connection:
-                    connection.sendall(frame(WRITE, [(granted[0] * page, page)], transfer_id=transfer_id) + b"\1" * 10)
+                    connection.sendall(parcel(WRITE, [(granted[0] * page, page)], transfer_id=transfer_id) + b"\1" * 10)
                     await eventually(lambda: bool(raw(pool, *SPEC.tensors[0])[granted[0], 9] == 1))
                     match how:
                         case "aborted by the sender":
@@ -493,7 +493,7 @@ def test_published_pages_are_not_to_be_written() -> None:
                 await hand.expect(PublishedHeard)
                 with page_stream_of(hand, engine.address) as connection:
                     connection.sendall(
-                        frame(WRITE, [(5 * SPEC.page_nbytes, 4)], transfer_id=transfer_id) + os.urandom(4)
+                        parcel(WRITE, [(5 * SPEC.page_nbytes, 4)], transfer_id=transfer_id) + os.urandom(4)
                     )
                     assert await asyncio.to_thread(told, connection) == (0, FORBIDDEN)
                 assert digest(snapshot_of(pool, list(range(16)))) == before

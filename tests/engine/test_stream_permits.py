@@ -15,7 +15,7 @@ from hurray_rdma.transport import Context
 from tests.engine.hands import shaken
 from tests.engine.test_stream_lane import TCP, page_stream_of, told
 from tests.hazards.scenes import SPEC, connected, counts, digest, fill, make_pool, raw, run, snapshot_of
-from tests.transport.test_page_streams import ENDED, FORBIDDEN, OK, READ, WRITE, exactly, frame
+from tests.transport.test_page_streams import ENDED, FORBIDDEN, OK, READ, WRITE, exactly, parcel
 
 OTHERS = 0xEE
 
@@ -109,12 +109,12 @@ def test_what_is_not_published_is_not_read(page_id: int) -> None:
                 transfer_id = int(hand.do("fetch", fetch, timeout_s=10))
                 await hand.expect(PublishedHeard)
                 with page_stream_of(hand, engine.address) as connection:
-                    connection.sendall(frame(READ, [(5 * page, page)], transfer_id=transfer_id))
+                    connection.sendall(parcel(READ, [(5 * page, page)], transfer_id=transfer_id))
                     assert await asyncio.to_thread(told, connection) == (0, OK)
                     came = await asyncio.to_thread(exactly, connection, page)
                     assert came == raw(pool, *SPEC.tensors[0])[5].tobytes()
                     assert await asyncio.to_thread(told, connection) == (0, OK)
-                    connection.sendall(frame(READ, [(page_id * page, 1)], transfer_id=transfer_id))
+                    connection.sendall(parcel(READ, [(page_id * page, 1)], transfer_id=transfer_id))
                     assert await asyncio.to_thread(told, connection) == (0, FORBIDDEN)
 
     run(job())
@@ -133,7 +133,7 @@ def test_a_permit_ends_before_the_sender_has_said_that_it_is_quiet(how: str) -> 
                 transfer_id = hand.offer(snapshot_of(source, [1, 2]), path="stream")
                 granted = (await hand.expect(Granted)).grant.page_ids.tolist()
                 arrival = await anext(engine.arrivals())
-                data = frame(WRITE, [(granted[0] * page, page)], transfer_id=transfer_id) + b"\1" * page
+                data = parcel(WRITE, [(granted[0] * page, page)], transfer_id=transfer_id) + b"\1" * page
                 with page_stream_of(hand, engine.address) as connection:
                     connection.sendall(data)
                     assert await asyncio.to_thread(told, connection) == (0, OK)

@@ -1,13 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, embedsignature=True
 """The loops that move pages over a TCP connection, at both of its ends: arrays in, counts and a status out, the GIL
-released. What goes over the wire is described in page_streams.h. No policy: see hurray_rdma/transport/page_streams.py.
+released. What goes over the wire is described in page_stream_wire.h. No policy: see hurray_rdma/transport/page_streams.py.
 """
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from page_streams cimport *
 
-MAX_PIECES = <int>HURRAY_FRAME_PIECES
-MAX_NBYTES = <int>HURRAY_FRAME_NBYTES
+MAX_PIECES = <int>HURRAY_PARCEL_PIECES
+MAX_NBYTES = <int>HURRAY_PARCEL_NBYTES
 
 OK = <int>HURRAY_STREAM_OK
 ENDED = <int>HURRAY_STREAM_ENDED
@@ -44,8 +44,8 @@ cdef class Permits:
         cdef int failed
         if regions.shape[1] != 4 or segments.shape[1] != 3 or not regions.shape[0] or not segments.shape[0]:
             raise ValueError("regions are rows of four, segments of three, and there is one of each at least")
-        self.remove(transfer_id)
         if not page_ids.shape[0]:
+            self.remove(transfer_id)
             return
         with nogil:
             failed = hurray_permits_add(self.permits, transfer_id, writes, &regions[0, 0], regions.shape[0],
@@ -60,18 +60,11 @@ cdef class Permits:
             hurray_permits_remove(self.permits, transfer_id)
         return self.kept.pop(transfer_id, None) is not None
 
-    def allow(self, uint32_t transfer_id, bint writes, uint64_t region, uint64_t offset, uint64_t nbytes):
-        """Whether a piece is permitted: ``nbytes`` from ``offset`` of the region of that number."""
-        cdef int allowed
-        with nogil:
-            allowed = hurray_permits_allow(self.permits, transfer_id, writes, region, offset, nbytes)
-        return allowed != 0
-
     def serve(self, int socket):
         """Does what comes over a connected, non-blocking socket, until it ends; blocks.
 
         Returns ``(status, transfer_id, region, offset, nbytes)``: `OK` if the other end has closed it in order, and
-        else of the frame, and of the piece, that ended it."""
+        else of the parcel, and of the piece, that ended it."""
         cdef hurray_served_t served
         with nogil:
             served = hurray_stream_serve(self.permits, socket)

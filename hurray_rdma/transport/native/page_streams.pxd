@@ -2,8 +2,8 @@ from libc.stdint cimport uint32_t, uint64_t
 
 cdef extern from "page_streams.h" nogil:
     enum:
-        HURRAY_FRAME_PIECES
-        HURRAY_FRAME_NBYTES
+        HURRAY_PARCEL_PIECES
+        HURRAY_PARCEL_NBYTES
 
     ctypedef enum hurray_stream_status_t:
         HURRAY_STREAM_OK
@@ -24,8 +24,6 @@ cdef extern from "page_streams.h" nogil:
                            uint64_t num_regions, const uint64_t *segments, const uint32_t *page_ids,
                            uint64_t num_pages)
     void hurray_permits_remove(hurray_permits_t *permits, uint32_t transfer_id)
-    int hurray_permits_allow(hurray_permits_t *permits, uint32_t transfer_id, int writes, uint64_t region,
-                             uint64_t offset, uint64_t nbytes)
 
     ctypedef struct hurray_served_t:
         hurray_stream_status_t status

@@ -1,0 +1,61 @@
+#define _GNU_SOURCE
+#include "page_stream_socket.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <time.h>
+
+uint64_t hurray_now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+int hurray_would_block(void)
+{
+    return errno == EAGAIN || errno == EWOULDBLOCK;
+}
+
+void hurray_wait_for(int fd, short events, int timeout_ms)
+{
+    struct pollfd event = {.fd = fd, .events = events};
+    (void)poll(&event, 1, timeout_ms); /* an interrupted sleep is as good as a finished one */
+}
+
+ssize_t hurray_send(int fd, struct iovec *iov, size_t count)
+{
+    struct msghdr message = {.msg_iov = iov, .msg_iovlen = count};
+    ssize_t done;
+
+    do {
+        done = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    } while (done < 0 && errno == EINTR);
+    return done;
+}
+
+ssize_t hurray_receive(int fd, struct iovec *iov, size_t count)
+{
+    struct msghdr message = {.msg_iov = iov, .msg_iovlen = count};
+    ssize_t done;
+
+    do {
+        done = recvmsg(fd, &message, MSG_DONTWAIT);
+    } while (done < 0 && errno == EINTR);
+    return done;
+}
+
+void hurray_advance(struct iovec **iov, size_t *count, size_t nbytes)
+{
+    while (nbytes > 0) {
+        if (nbytes < (*iov)->iov_len) {
+            (*iov)->iov_base = (char *)(*iov)->iov_base + nbytes;
+            (*iov)->iov_len -= nbytes;
+            return;
+        }
+        nbytes -= (*iov)->iov_len;
+        (*iov)++;
+        (*count)--;
+    }
+}

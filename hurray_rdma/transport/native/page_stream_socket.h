@@ -1,0 +1,30 @@
+/*
+ * What both ends of a page stream do with its socket, which is non-blocking.
+ */
+#ifndef HURRAY_PAGE_STREAM_SOCKET_H
+#define HURRAY_PAGE_STREAM_SOCKET_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+/* How long a loop sleeps at most before it looks at the clock, and at whether it is to stop. */
+enum { HURRAY_LOOK_MS = 10 };
+
+uint64_t hurray_now_ns(void);
+
+/* Whether a call that failed may be tried again when the socket is ready. */
+int hurray_would_block(void);
+
+/* Sleeps until the socket is ready for `events` (as of poll), or the time is over, or a signal has come. */
+void hurray_wait_for(int fd, short events, int timeout_ms);
+
+/* What the socket takes now of a list, or has for it; as sendmsg and recvmsg. */
+ssize_t hurray_send(int fd, struct iovec *iov, size_t count);
+ssize_t hurray_receive(int fd, struct iovec *iov, size_t count);
+
+/* Takes `nbytes` off the front of a list. */
+void hurray_advance(struct iovec **iov, size_t *count, size_t nbytes);
+
+#endif
