@@ -111,8 +111,8 @@ class _AheadGrant(Exchange[Grant]):
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             offer = offer_of(snapshot, self._remote, key, dialect=self._route.dialect(), deadline_s=timeout_s)
             self._committed = self._route.session.commit(self._transfer_id, offer, now=self._loop.time())
-            on_committed()  # what it asks for travels with the commit, and its answer with the acknowledgement
             self._route.notify()
+            on_committed()  # after it: nothing that the receiver has to do first keeps the snapshot from its application
             await self._wait(self._acknowledged, "the acknowledgement")
         except BaseException as error:
             try:

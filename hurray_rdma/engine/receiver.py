@@ -402,6 +402,9 @@ class Receiver:
         written = self._ahead.use(link, transfer_id, checked.page_map.num_pages)
         arrival = self._granting.arrival(checked, written.page_ids, written=written, resident=None)
         self.granted.complete(Whole(arrival, checked, written, None, 0, checked.came))
+        self._arrivals.put_nowait(arrival)
+        self._loop.call_soon(self._acknowledge, link, transfer_id)  # after whoever waits for the arrival
+
+    def _acknowledge(self, link: Link, transfer_id: int) -> None:
         link.session.acknowledge(transfer_id, now=self._loop.time())
         link.notify()
-        self._arrivals.put_nowait(arrival)
