@@ -88,6 +88,15 @@ class Lease:
         """Gives the pages back (or this lease's share in them). Harmless when repeated, or after a quarantine."""
         self._allocator._release(self)
 
+    def split(self, count: int, /) -> Lease:
+        """A lease of its own of the first ``count`` pages; this one keeps the others.
+
+        Raises:
+            GeometryError: there are not so many.
+            LeaseExpiredError: they are not this lease's any more.
+        """
+        return self._allocator._split(self, count)
+
     def __enter__(self) -> Lease:
         return self
 
@@ -312,6 +321,14 @@ class PageAllocator:
         lease = Lease(self, page_ids)
         self._leases.add(lease)
         return lease
+
+    def _split(self, lease: Lease, count: int) -> Lease:
+        with self._lock:
+            page_ids = lease.page_ids
+            if not 0 <= count <= len(page_ids):
+                raise GeometryError(f"must be from 0 to {len(page_ids)}", field="count", value=count)
+            lease._page_ids = page_ids[count:]
+            return self._new_lease(page_ids[:count])
 
     def _release(self, lease: Lease) -> None:
         with self._lock:

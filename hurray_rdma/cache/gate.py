@@ -25,24 +25,26 @@ class MemoryGate:
         """Whether a move would have to wait."""
         return self._renewing
 
-    @contextmanager
-    def moving(self, *, timeout_s: float) -> Iterator[None]:
+    def moving(self, *, timeout_s: float) -> _Moving:
         """While bytes go out of the memory, or into it.
 
         Raises:
-            DeadlineExceededError: it was being renewed all the time.
+            DeadlineExceededError: on entering: it was being renewed all the time.
         """
+        return _Moving(self, timeout_s)
+
+    def _begin_move(self, timeout_s: float) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._renewing, timeout_s):
+            if self._renewing and not self._changed.wait_for(lambda: not self._renewing, timeout_s):
                 raise DeadlineExceededError(
                     "the pool is being registered anew", field="timeout_s", value=round(timeout_s, 3)
                 )
             self._num_moves += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_moves -= 1
+
+    def _end_move(self) -> None:
+        with self._changed:
+            self._num_moves -= 1
+            if self._renewing:
                 self._changed.notify_all()
 
     @contextmanager
@@ -76,3 +78,19 @@ class MemoryGate:
     def _end_renewal(self) -> None:
         self._renewing = False
         self._changed.notify_all()
+
+
+class _Moving:
+    """A move, from entering to leaving: a generator would cost a small one several times as much."""
+
+    __slots__ = ("_gate", "_timeout_s")
+
+    def __init__(self, gate: MemoryGate, timeout_s: float) -> None:
+        self._gate = gate
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> None:
+        self._gate._begin_move(self._timeout_s)
+
+    def __exit__(self, *_: object) -> None:
+        self._gate._end_move()

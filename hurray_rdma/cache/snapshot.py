@@ -20,6 +20,7 @@ from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import (
     Counts,
     Descriptor,
+    DescriptorForm,
     DeviceTag,
     Dialect,
     DialectName,
@@ -29,11 +30,9 @@ from hurray_rdma.format import (
     PerBlockAffine,
     dequantize,
     encode,
-    mark_bytes,
-    with_counts,
 )
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "descriptor_form"]
 
 _ALIGNMENT_NBYTES = 4096
 _INT32_MAX = 2**31 - 1
@@ -79,6 +78,22 @@ class Snapshot:
         )
 
     @classmethod
+    def of_known(
+        cls,
+        pool: PagePool,
+        *,
+        block_table: NDArray[np.uint32],
+        seq_ptr: NDArray[np.uint32],
+        seq_lens: NDArray[np.uint32],
+    ) -> Snapshot:
+        """Of arrays that nobody writes to any more, and that are known to fit the pool and one another: neither copied
+        nor looked at."""
+        snapshot = cls.__new__(cls)
+        snapshot.pool = pool
+        snapshot.block_table, snapshot.seq_ptr, snapshot.seq_lens = block_table, seq_ptr, seq_lens
+        return snapshot
+
+    @classmethod
     def from_block_tables(cls, pool: PagePool, tables: Sequence[ArrayLike], *, seq_lens: ArrayLike) -> Snapshot:
         """From one list of page IDs per sequence; sequences that share a prefix name the same pages.
 
@@ -117,11 +132,10 @@ class Snapshot:
 
     def encode_descriptors(self, *, dialect: Dialect | DialectName = Dialect.ADR_024) -> bytes:
         """The bytes of `descriptors`, one after the other, without making each of them."""
-        pool = self.pool
-        template = _template(pool.spec, pool.num_pages, pool.device, pool.backing.name, Dialect.of(dialect))
-        return mark_bytes(with_counts(template, self._counts()), pool.spec.tensor_marks)
+        return descriptor_form(self.pool, dialect=dialect).encode(self.counts())
 
-    def _counts(self) -> Counts:
+    def counts(self) -> Counts:
+        """What the descriptors count."""
         # They fit the pool and one another: the arrays were checked.
         return Counts.of(
             total_tokens=self.total_tokens, num_seqs=self.num_seqs, block_table_length=len(self.block_table)
@@ -238,6 +252,12 @@ def _described(
         alignment=_ALIGNMENT_NBYTES,
         quantization=_quantization(spec),
     )
+
+
+def descriptor_form(pool: PagePool, *, dialect: Dialect | DialectName = Dialect.ADR_024) -> DescriptorForm:
+    """What all snapshots of a pool have in common in the bytes of their descriptors."""
+    first = _template(pool.spec, pool.num_pages, pool.device, pool.backing.name, Dialect.of(dialect))
+    return DescriptorForm(first, pool.spec.tensor_marks)
 
 
 @lru_cache(maxsize=256)

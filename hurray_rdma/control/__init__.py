@@ -48,7 +48,7 @@ from hurray_rdma.control.exchange import MAX_DESCRIPTORS, MAX_QUIET_SESSIONS
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import ExposedError, Listener, check_listen, serve
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
@@ -68,6 +68,7 @@ __all__ = [
     "Capability",
     "Channel",
     "ClientSession",
+    "Commit",
     "Committed",
     "DescriptorsEnded",
     "DeviceUnavailableError",

@@ -1,7 +1,7 @@
-"""What an answer, or a commit, must have in common with the request it belongs to and with the pool as it is now.
+"""What an answer must have in common with the request it belongs to and with the pool as it is now.
 
-A client checks with this what it is answered before its engine sees it, a server what it grants ahead and what it is
-told of it. This module knows which numbers must agree. It knows neither streams nor states.
+A client checks with this what it is answered before its engine sees it, a server what it grants ahead. This module
+knows which numbers must agree. It knows neither streams nor states.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 from hurray_rdma.control.checks import Uint32Array
 from hurray_rdma.control.codes import StaleGenerationError
-from hurray_rdma.control.offers import Commit, Grant, Offer, Published, Request, Reserve
+from hurray_rdma.control.offers import Grant, Offer, Published, Reserve
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import GeometryError
 
-__all__ = ["check_commit", "check_grant", "check_published", "check_reserved"]
+__all__ = ["check_grant", "check_published", "check_reserved"]
 
 
 def check_grant(pools: Mapping[int, Pool], request: Offer | Reserve, grant: Grant) -> None:
@@ -45,20 +45,6 @@ def check_reserved(reserve: Reserve, grant: Grant) -> None:
     if len(grant.resident):
         rule = "must be 0: no page that is granted ahead holds anything yet"
         raise GeometryError(rule, field="len(resident)", value=len(grant.resident))
-
-
-def check_commit(request: Request | None, commit: Commit) -> None:
-    """Hold what was written into pages granted ahead against their reservation.
-
-    Raises:
-        StaleGenerationError: it is for another pool, or another generation of it.
-    """
-    offer = commit.offer
-    if isinstance(request, Reserve) and (offer.pool_id, offer.generation) != (request.pool_id, request.generation):
-        raise StaleGenerationError(
-            f"pages of pool {request.pool_id} at generation {request.generation} were reserved, "
-            f"but the commit is for pool {offer.pool_id} at generation {offer.generation}"
-        )
 
 
 def check_published(pools: Mapping[int, Pool], published: Published) -> None:

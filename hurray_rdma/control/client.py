@@ -6,7 +6,7 @@ read: ``data_end`` tells it when those of a descriptor are complete at the serve
 
 from __future__ import annotations
 
-from hurray_rdma.control.answers import check_commit, check_grant, check_published
+from hurray_rdma.control.answers import check_grant, check_published
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
 from hurray_rdma.control.config import DIALECT_TAGS, PRIVATE_LAYOUT, SessionConfig, dialects_of
 from hurray_rdma.control.data import DataSession
@@ -181,12 +181,12 @@ class ClientSession(DataSession):
         self._outbox.put(parts)
         return True
 
-    def commit(self, transfer_id: int, offer: Offer, *, now: float) -> bool:
+    def commit(self, transfer_id: int, commit: Commit, *, now: float) -> bool:
         """The pages granted ahead hold this whole snapshot (flushed, not only posted). Answered by Acknowledged.
 
         Args:
             transfer_id: a granted reservation.
-            offer: what was written, in the order derived from its table into the first pages of the grant; the rest of
+            commit: what was written, in the order derived from its table into the first pages of the grant; the rest of
                 them are the server's again.
             now: the time.
 
@@ -195,16 +195,13 @@ class ClientSession(DataSession):
 
         Raises:
             LocalProtocolError: not granted yet, not a reservation, or it was committed before.
-            StaleGenerationError: it is for another pool or generation than was reserved.
-            ConfigError: it is larger than what the peer accepts, or said to come in frames. The reservation stays.
+            ConfigError: it is larger than what the peer accepts. The reservation stays.
         """
         transfer = self._granted(transfer_id, TransferKind.RESERVATION)
         if transfer is None:
             return False
         if transfer.state is TransferState.ENDED:
             raise LocalProtocolError(f"transfer {transfer_id} was committed before")
-        commit = Commit(offer)
-        check_commit(transfer.request, commit)
         _, parts = self._frame(commit, transfer_id)
         self._book.say(transfer, Step.LAST_END)
         transfer.commit = tuple(parts)

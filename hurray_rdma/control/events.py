@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from hurray_rdma.control.codes import error_from_code
 from hurray_rdma.control.config import PeerInfo
-from hurray_rdma.control.offers import Fetch, Grant, Offer, Published, Reserve, Take
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, Take
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import HurrayError
 
@@ -178,7 +178,7 @@ class Committed:
     """Server: the pages granted ahead hold this snapshot; answer with ``acknowledge``, or ``abort`` if it cannot be."""
 
     transfer_id: int
-    offer: Offer
+    commit: Commit
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,17 +337,45 @@ Request: TypeAlias = Offer | Fetch | Reserve
 """What opens a transfer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Commit:
     """COMMIT (0xF9): the pages granted ahead, the first ones in the order both sides derive from the table, hold this
-    whole snapshot; the rest are the server's again.
+    whole snapshot; the rest are the server's again. Pool, generation, lane and path are those of the RESERVE.
+
+    What a small transfer waits for is how long this takes, so that it is not frozen, and of its arrays only lengths in
+    bytes are looked at: `of_pool` holds it to all rules, for those who cannot tell by other means that it keeps them.
 
     Raises:
-        ConfigError: the pages are said to come in frames.
+        ConfigError: ``key`` is too long.
     """
 
-    offer: Offer
-    """What was written; its ``deadline_s`` says nothing."""
+    key: str
+    descriptors: bytes = field(repr=False)
+    """As of :class:`SnapshotFields`, and so all that follow."""
+    block_table: Uint32Array = field(repr=False)
+    seq_ptr: Uint32Array = field(repr=False)
+    seq_lens: Uint32Array = field(repr=False)
+    order: str = "NHD"
+    head_offset: int = 0
+    total_heads: int = 0
 
     def __post_init__(self) -> None:
-        _check_path(self.offer.path, _ONE_SIDED_PATHS)
+        at_most("key", self.key, _MAX_KEY_CHARS)
+
+    def of_pool(self, pool_id: int, generation: int) -> SnapshotFields:
+        """What it says, checked.
+
+        Raises:
+            ConfigError, DescriptorError, GeometryError: as of :class:`SnapshotFields`.
+        """
+        return SnapshotFields(
+            pool_id=pool_id,
+            generation=generation,
+            descriptors=self.descriptors,
+            block_table=self.block_table,
+            seq_ptr=self.seq_ptr,
+            seq_lens=self.seq_lens,
+            order=self.order,
+            head_offset=self.head_offset,
+            total_heads=self.total_heads,
+        )

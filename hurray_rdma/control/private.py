@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from hurray_rdma.control.checks import Uint8Array, Uint32Array
+from hurray_rdma.control.checks import U32_MAX, Uint8Array, Uint32Array
 from hurray_rdma.control.codes import ErrorCode, MessageType
 from hurray_rdma.control.exchange import (
     MAX_DESCRIPTORS,
@@ -101,6 +101,17 @@ class _Offer(_Snapshot, array_like=True, forbid_unknown_fields=True, frozen=True
     path: str
 
 
+class _Commit(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    key: str
+    descriptors: bytes
+    block_table: bytes
+    seq_ptr: bytes
+    seq_lens: bytes
+    order: str
+    head_offset: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)]
+    total_heads: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)]
+
+
 class _Fetch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     key: str
     deadline_s: float
@@ -152,6 +163,7 @@ _POOL = msgspec.msgpack.Decoder(_Pool)
 _OFFER = msgspec.msgpack.Decoder(_Offer)
 _FETCH = msgspec.msgpack.Decoder(_Fetch)
 _PUBLISHED = msgspec.msgpack.Decoder(_Published)
+_COMMIT = msgspec.msgpack.Decoder(_Commit)
 _GRANT = msgspec.msgpack.Decoder(_Grant)
 _TAKE = msgspec.msgpack.Decoder(_Take)
 _RESERVE = msgspec.msgpack.Decoder(_Reserve)
@@ -234,7 +246,17 @@ def _decode_offer(payload: memoryview) -> Offer:
 
 
 def _decode_commit(payload: memoryview) -> Message:
-    return Commit(_decode_offer(payload))
+    raw = _COMMIT.decode(payload)
+    return Commit(
+        key=raw.key,
+        descriptors=raw.descriptors,
+        block_table=_u32_array("block_table", raw.block_table),
+        seq_ptr=_u32_array("seq_ptr", raw.seq_ptr),
+        seq_lens=_u32_array("seq_lens", raw.seq_lens),
+        order=raw.order,
+        head_offset=raw.head_offset,
+        total_heads=raw.total_heads,
+    )
 
 
 def _decode_reserve(payload: memoryview) -> Message:
@@ -367,6 +389,12 @@ def _encode_offer(offer: Offer) -> bytes:
     return _ENCODER.encode((*_snapshot_values(offer), offer.key, float(offer.deadline_s), offer.lane, offer.path))
 
 
+def _encode_commit(commit: Commit) -> bytes:
+    tables = (_le(commit.block_table), _le(commit.seq_ptr), _le(commit.seq_lens))
+    fields = (commit.key, commit.descriptors, *tables, commit.order, commit.head_offset, commit.total_heads)
+    return _ENCODER.encode(fields)
+
+
 def _encode_published(published: Published) -> bytes:
     return _ENCODER.encode((*_snapshot_values(published), float(published.lease_s)))
 
@@ -405,7 +433,7 @@ PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes 
     Fetch: (MessageType.FETCH, lambda m: [_encode_fetch(m)]),
     Published: (MessageType.PUBLISHED, lambda m: [_encode_published(m)]),
     Reserve: (MessageType.RESERVE, lambda m: [_encode_reserve(m)]),
-    Commit: (MessageType.COMMIT, lambda m: [_encode_offer(m.offer)]),
+    Commit: (MessageType.COMMIT, lambda m: [_encode_commit(m)]),
     Take: (MessageType.TAKE, lambda m: [_encode_take(m)]),
     Ended: (MessageType.ENDED, lambda m: [_encode_ended(m)]),
 }

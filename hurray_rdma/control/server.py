@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 from dataclasses import replace
 
-from hurray_rdma.control.answers import check_commit, check_reserved
+from hurray_rdma.control.answers import check_reserved
 from hurray_rdma.control.codes import (
     DeviceUnavailableError,
     ErrorCode,
@@ -417,8 +417,7 @@ class ServerSession(DataSession):
         if transfer.state is TransferState.DONE:
             self._reply(TensorPutAck(), transfer.transfer_id)  # The acknowledgement seems to be lost.
         elif self._book.hear(transfer, Step.LAST_END):
-            check_commit(transfer.request, commit)
-            events.append(Committed(transfer.transfer_id, commit.offer))
+            events.append(Committed(transfer.transfer_id, commit))
 
     def _fail_transfer(self, transfer: Transfer, error: HurrayError, now: float, events: list[Event]) -> None:
         if not self._book.say(transfer, Step.REFUSE):

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from hurray_rdma.cache import Snapshot
+from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
 from hurray_rdma.control import Grant, Reserve
 from hurray_rdma.engine.compat import page_map_of, pages_nbytes
-from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, offer_of, retain
+from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, commit_of, retain
+from hurray_rdma.engine.mover import Moves
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
-from hurray_rdma.plan import PageMap, check_pair, plan_transfer
+from hurray_rdma.errors import GeometryError, HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
+from hurray_rdma.format import DescriptorForm
+from hurray_rdma.plan import PageMap, Plan, WholePages, check_pair, plan_transfer
+from hurray_rdma.transport import Path
 
 __all__ = ["AheadGrants"]
 
@@ -34,6 +38,19 @@ _ASK_AFTER_RECALL_S = 1.0
 _ANSWER_S = 10.0
 _SILENT_HEARTBEATS = 4
 """A session of which nothing was heard for so many may be dead."""
+
+
+@dataclass(slots=True, eq=False)
+class _PoolPair:
+    """A pool here and the peer's that takes its snapshots: what is the same for each of them is found once."""
+
+    source: PagePool
+    remote: RemotePool
+    form: DescriptorForm
+    whole: WholePages | None
+    """Where pages can be copied through a mapping as they are."""
+    max_entries: int
+    """A snapshot of more goes the usual way."""
 
 
 class _AheadGrant(Exchange[Grant]):
@@ -83,6 +100,7 @@ class _AheadGrant(Exchange[Grant]):
         page_map: PageMap,
         key: str,
         *,
+        pair: _PoolPair,
         zero_tails: bool,
         started: float,
         timeout_s: float,
@@ -97,22 +115,22 @@ class _AheadGrant(Exchange[Grant]):
         self._started, self._deadline = started, started + timeout_s
         lease = retain(snapshot)
         try:
-            plan = plan_transfer(
-                snapshot.pool.layout,
-                self._remote.layout,
-                page_map,
-                self._answer.result().page_ids[: page_map.num_pages],
-                zero_tails=zero_tails,
-            )
-            mover = self._mover_of(snapshot.pool, plan)
-            layers = snapshot.pool.spec.layer_indices
-            await self._move(snapshot.pool, lambda: mover.move(layers, lambda _: None), plan.nbytes)
+            page_ids = self._answer.result().page_ids[: page_map.num_pages]
+            work: Callable[[], Moves]
+            if pair.whole is not None and not zero_tails:
+                nbytes = page_map.num_pages * pair.whole.page_nbytes
+                work = partial(self._copy, pair.source, pair.whole.plan(page_map.src_page_ids, page_ids))
+            else:
+                plan = plan_transfer(pair.source.layout, self._remote.layout, page_map, page_ids, zero_tails=zero_tails)
+                nbytes, mover = plan.nbytes, self._mover_of(pair.source, plan)
+                work = partial(mover.move, pair.source.spec.layer_indices, lambda _: None)
+            await self._move(pair.source, work, nbytes)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
-            offer = offer_of(snapshot, self._remote, key, dialect=self._route.dialect(), deadline_s=timeout_s)
-            self._committed = self._route.session.commit(self._transfer_id, offer, now=self._loop.time())
+            commit = commit_of(snapshot, key, descriptors=pair.form.encode(snapshot.counts()))
+            self._committed = self._route.session.commit(self._transfer_id, commit, now=self._loop.time())
             self._route.notify()
-            on_committed()  # after it: nothing that the receiver has to do first keeps the snapshot from its application
+            on_committed()  # after it: what the receiver has to do for that keeps no application from the snapshot
             await self._wait(self._acknowledged, "the acknowledgement")
         except BaseException as error:
             try:
@@ -128,10 +146,23 @@ class _AheadGrant(Exchange[Grant]):
         finally:
             lease.release()
         self._forget()
-        stats = self._stats_of(snapshot, plan)
+        stats = self._stats_of(snapshot, num_pages=page_map.num_pages, num_resident=0)
         self._tally.sent(stats)
         self._log.bind(key=key).debug("sent: %d pages by %s, granted ahead", stats.num_pages, stats.lane)
         return stats
+
+    def _copy(self, source: PagePool, plan: Plan) -> Moves:
+        """Every page at once, through the mapping."""
+        with source.gate.moving(timeout_s=self._left_s):
+            moved = self._remote.memories[0].write(
+                source.regions[0],
+                src_offsets=plan.src_offsets,
+                dst_offsets=plan.dst_offsets,
+                lengths=plan.lengths,
+                stop=self._stop,
+                timeout_s=self._left_s,
+            )
+        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     def ended_by_peer(self, error: HurrayError) -> None:
         if self._error is None:
@@ -161,6 +192,8 @@ class AheadGrants:
         self._tally = tally
         self._grants: dict[tuple[int, str], list[_AheadGrant]] = {}
         """By the peer's pool, and the device of the pages that go there."""
+        self._pairs: dict[tuple[PagePool, str | None], _PoolPair] = {}
+        """By the pool here, and the name of the peer's that is asked for."""
         self._ask_from: dict[int, float] = {}
 
     async def send(
@@ -172,10 +205,16 @@ class AheadGrants:
             HurrayError: as `Peer.send`.
         """
         started = time.monotonic()
-        fitting = None if self._looks_dead() else self._fitting(snapshot, pool)
-        if fitting is None:
+        pair = self._pair(snapshot.pool, pool)
+        if pair is None or len(snapshot.block_table) > pair.max_entries or self._looks_dead():
             return None
-        remote, page_map = fitting
+        remote = pair.remote
+        if not self._held(remote) and started < self._ask_from.get(remote.pool.pool_id, 0.0):
+            return None  # as most receivers grant nothing ahead, nothing more is spent on it
+        try:
+            page_map = page_map_of(snapshot, remote.layout.spec)
+        except GeometryError:
+            return None  # the usual way says why
         grant = self._take(remote, page_map.num_pages)
         if grant is None:
             self._ask(remote, page_map.num_pages)
@@ -184,6 +223,7 @@ class AheadGrants:
             snapshot,
             page_map,
             key,
+            pair=pair,
             zero_tails=zero_tails,
             started=started,
             timeout_s=timeout_s,
@@ -202,22 +242,35 @@ class AheadGrants:
         silent_s = session.silent_s(asyncio.get_running_loop().time())
         return silent_s > _SILENT_HEARTBEATS * session.config.heartbeat_s
 
-    def _fitting(self, snapshot: Snapshot, pool: str | None) -> tuple[RemotePool, PageMap] | None:
-        """The peer's pool, and which of its pages make up the snapshot; None if it cannot be sent this way."""
-        spec = snapshot.pool.spec
+    def forget_pools(self) -> None:
+        """The peer's pools are not what they were."""
+        self._pairs.clear()
+
+    def _pair(self, source: PagePool, name: str | None) -> _PoolPair | None:
+        """None if snapshots of the pool cannot be sent this way: the usual way says why, if no way can."""
+        pair = self._pairs.get((source, name))
+        if pair is not None and not source.closed:
+            return pair
+        spec = source.spec
         try:
-            remote = self._route.pool_for(spec, pool, device=snapshot.pool.device)
+            layout, remote = source.layout, self._route.pool_for(spec, name, device=source.device)
             dest = remote.layout.spec
             if not remote.memories or spec.heads != dest.heads:
                 return None
-            if len(snapshot.block_table) * pages_nbytes(spec) > _MAX_NBYTES:
-                return None
-            if not self._held(remote) and time.monotonic() < self._ask_from.get(remote.pool.pool_id, 0.0):
-                return None  # as most receivers grant nothing ahead, nothing more is spent on it
             check_pair(spec, dest)
-            return remote, page_map_of(snapshot, dest)
         except HurrayError:
-            return None  # the usual way says why
+            return None
+        for closed in [key for key in self._pairs if key[0].closed]:
+            del self._pairs[closed]
+        mapped = remote.path == Path.MAPPED.value
+        pair = self._pairs[source, name] = _PoolPair(
+            source,
+            remote,
+            descriptor_form(source, dialect=self._route.dialect()),
+            WholePages.between(layout, remote.layout) if mapped else None,
+            _MAX_NBYTES // pages_nbytes(spec),
+        )
+        return pair
 
     def _take(self, remote: RemotePool, num_pages: int) -> _AheadGrant | None:
         """The smallest that is large enough."""

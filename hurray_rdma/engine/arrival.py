@@ -83,6 +83,7 @@ class Arrival:
         self.completed_s: float | None = None
         """When it was complete, and its pages could be found by their keys; None before."""
         self.block_table = page_map.block_table(page_ids)
+        self.block_table.setflags(write=False)
         """Of this pool, uint32 ``[seq_ptr[-1]]``: where the pages will be."""
         self.seq_ptr = page_map.seq_ptr
         """Where each sequence starts in ``block_table``, uint32 ``[num_seqs + 1]``."""
@@ -98,9 +99,8 @@ class Arrival:
             else np.zeros(len(self.block_table), np.bool_)
         )
         """Which entries of ``block_table`` name pages that were here already, and do not travel: bool, one for each."""
-        self.tables_nbytes = sum(
-            table.nbytes for table in (self.block_table, self.seq_ptr, self.seq_lens, self.resident)
-        )
+        tables = (self.block_table, self.seq_ptr, self.seq_lens, self.resident)
+        self.tables_nbytes = sum([table.nbytes for table in tables])
         """What these take."""
         self._timeout_s = timeout_s
         self._on_abort = on_abort
@@ -160,7 +160,7 @@ class Arrival:
             DeadlineExceededError, LeaseExpiredError, HurrayError: as `wait_layer`.
         """
         await self._wait(self._complete, "all layers", timeout_s)
-        return Snapshot(
+        return Snapshot.of_known(
             self._pool,
             block_table=self.block_table,
             seq_ptr=self.seq_ptr,

@@ -24,6 +24,7 @@ from hurray_rdma.cache import (
     spec_of,
 )
 from hurray_rdma.control import (
+    Commit,
     DeviceUnavailableError,
     Pool,
     PoolRegion,
@@ -49,15 +50,18 @@ from hurray_rdma.plan import PageMap, check_pair, map_pages
 from hurray_rdma.transport import Context
 
 __all__ = [
+    "Source",
     "announced_layout",
     "announcement",
     "check_context",
     "check_published",
     "check_snapshot",
+    "counts_beside",
     "page_map_of",
     "pages_nbytes",
     "same_kind",
     "same_tensors",
+    "source_of",
 ]
 
 
@@ -172,6 +176,40 @@ def check_snapshot(
         DeviceUnavailableError: the pages are in memory of a device that it has not named.
         GeometryError: descriptors, tables and pool do not fit together.
     """
+    source = source_of(told, dest, dialect=dialect, devices=devices)
+    return source.spec, source.page_map(told, dest)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What descriptors tell of the pool that a snapshot is in."""
+
+    spec: CacheSpec
+    num_pages: int
+    device_tag: int
+
+    def page_map(self, told: SnapshotFields | Commit, dest: CacheSpec) -> PageMap:
+        """The pages of a snapshot in it, in terms of a pool like ``dest``; its tables are checked.
+
+        Raises:
+            GeometryError: as of `map_pages`.
+        """
+        return map_pages(
+            told.block_table,
+            told.seq_ptr,
+            told.seq_lens,
+            num_pages=self.num_pages,
+            src_page_size=self.spec.page_size,
+            dst_page_size=dest.page_size,
+        )
+
+
+def source_of(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect, devices: Collection[int]) -> Source:
+    """The pool that a snapshot is in; it can exchange pages with one like ``dest``. Arguments as of `check_snapshot`.
+
+    Raises:
+        HurrayError: as of `check_snapshot`, of what descriptors say.
+    """
     source = _known_source(told, dest, dialect) or _source(told, dest, dialect)
     check_pair(source.spec, dest)
     if source.device_tag not in devices:
@@ -180,27 +218,10 @@ def check_snapshot(
             field="device_tag",
             value=source.device_tag,
         )
-    page_map = map_pages(
-        told.block_table,
-        told.seq_ptr,
-        told.seq_lens,
-        num_pages=source.num_pages,
-        src_page_size=source.spec.page_size,
-        dst_page_size=dest.page_size,
-    )
-    return source.spec, page_map
+    return source
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What descriptors tell of the pool that a snapshot is in."""
-
-    spec: CacheSpec
-    num_pages: int
-    device_tag: int
-
-
-def _source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> _Source:
+def _source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> Source:
     """What descriptors tell, each of them checked, and that the tables beside them have what they count."""
     descriptors = list(iter_descriptors(told.descriptors, dialect=dialect))
     for descriptor in descriptors:
@@ -209,16 +230,18 @@ def _source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> _Source:
     first = descriptors[0]
     for name, described, given in (
         ("num_seqs", first.num_seqs, len(told.seq_lens)),
-        ("total_tokens", first.total_tokens, _total_tokens(told)),
+        ("total_tokens", first.total_tokens, counts_beside(told).total_tokens),
         ("block_table_length", first.block_table_length, len(told.block_table)),
     ):
         if described != given:
             raise GeometryError(f"the tables beside the descriptors have {given}", field=name, value=described)
-    return _Source(spec, first.num_pages, int(first.device_tag))
+    return Source(spec, first.num_pages, int(first.device_tag))
 
 
-def _total_tokens(told: SnapshotFields) -> int:
-    return int(np.add.reduce(told.seq_lens, dtype=np.uint64))
+def counts_beside(told: SnapshotFields | Commit) -> Counts:
+    """What the tables count, so that the descriptors beside them must."""
+    total_tokens = int(np.add.reduce(told.seq_lens, dtype=np.uint64))
+    return Counts.of(total_tokens=total_tokens, num_seqs=len(told.seq_lens), block_table_length=len(told.block_table))
 
 
 _ANY_COUNTS = Counts.of(total_tokens=1, num_seqs=1, block_table_length=1)
@@ -226,7 +249,7 @@ _MAX_KNOWN_NBYTES = 1024
 """Of a descriptor that is remembered; an ordinary one has 133."""
 
 
-def _known_source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> _Source | None:
+def _known_source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> Source | None:
     """As `_source`, of what senders of the same cache write: descriptors that are alike to the byte but for role and
     layer, and count what the tables have. The rest of such bytes is looked at once. None: it is not that, or wrong."""
     num_tensors, data = len(dest.tensor_marks), told.descriptors
@@ -235,10 +258,7 @@ def _known_source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> _S
         return None
     first = data[:nbytes]
     counts = counts_of(first)
-    expected = Counts.of(
-        total_tokens=_total_tokens(told), num_seqs=len(told.seq_lens), block_table_length=len(told.block_table)
-    )
-    if counts != expected or mark_bytes(first, dest.tensor_marks) != data:
+    if counts != counts_beside(told) or mark_bytes(first, dest.tensor_marks) != data:
         return None
     order, total_heads = told.order, told.total_heads or None
     return _looked_at(
@@ -254,7 +274,7 @@ def _known_source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> _S
 @lru_cache(maxsize=64)
 def _looked_at(
     data: bytes, dest: CacheSpec, dialect: Dialect, *, order: str, head_offset: int, total_heads: int | None
-) -> _Source | None:
+) -> Source | None:
     """What one descriptor tells, of whichever role and layer; None if anything is wrong."""
     try:
         if descriptor_length(data) != len(data):
@@ -272,7 +292,7 @@ def _looked_at(
         )
     except HurrayError:
         return None  # whoever looks at all of it says what
-    return _Source(spec, first.num_pages, int(first.device_tag))
+    return Source(spec, first.num_pages, int(first.device_tag))
 
 
 def check_published(

@@ -397,8 +397,10 @@ class Connection:
         match event:
             case PoolAnnounced(pool=pool):
                 self._pools.hear(pool)
+                self.ahead.forget_pools()
             case PoolRemoved(pool_id=pool_id):
                 self._pools.remove(pool_id)
+                self.ahead.forget_pools()
             case PoolsAnnounced():
                 self._ready.set()
             case (

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot
-from hurray_rdma.control import ClientSession, ErrorCode, Offer, Pool, StaleGenerationError
+from hurray_rdma.control import ClientSession, Commit, ErrorCode, Offer, Pool, StaleGenerationError
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.logs import EngineLog
@@ -30,7 +30,7 @@ from hurray_rdma.format import Dialect
 from hurray_rdma.plan import TransferPlan
 from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
 
-__all__ = ["Exchange", "RemotePool", "Route", "offer_of", "retain"]
+__all__ = ["Exchange", "RemotePool", "Route", "commit_of", "offer_of", "retain"]
 
 _log = logging.getLogger(__name__)
 
@@ -390,7 +390,7 @@ class Exchange(ABC, Generic[Answer]):
         self._tally.failed(self._direction, error)
         self._log.bind(key=self._key).info("%s failed: %s", self._direction, error)
 
-    def _stats_of(self, snapshot: Snapshot, plan: TransferPlan) -> TransferStats:
+    def _stats_of(self, snapshot: Snapshot, *, num_pages: int, num_resident: int) -> TransferStats:
         """Facts of a push that is complete."""
         spec = snapshot.pool.spec
         num_entries = int((-(-snapshot.seq_lens.astype(np.int64) // spec.page_size)).sum())
@@ -399,8 +399,8 @@ class Exchange(ABC, Generic[Answer]):
             num_sequences=snapshot.num_seqs,
             num_tokens=snapshot.total_tokens,
             num_table_entries=num_entries,
-            num_pages=plan.num_pages,
-            num_resident=plan.num_resident,
+            num_pages=num_pages,
+            num_resident=num_resident,
             logical_nbytes=num_entries * pages_nbytes(spec),
             sent_nbytes=self._moves.nbytes,
             num_operations=self._moves.num_operations,
@@ -442,6 +442,21 @@ def offer_of(
         deadline_s=deadline_s,
         lane=remote.lane,
         path=remote.path,
+    )
+
+
+def commit_of(snapshot: Snapshot, key: str, *, descriptors: bytes) -> Commit:
+    """What is said of a snapshot that is in pages granted ahead; ``descriptors`` as of its `encode_descriptors`."""
+    spec = snapshot.pool.spec
+    return Commit(
+        key=key,
+        descriptors=descriptors,
+        block_table=snapshot.block_table,
+        seq_ptr=snapshot.seq_ptr,
+        seq_lens=snapshot.seq_lens,
+        order=spec.order.value,
+        head_offset=spec.head_offset,
+        total_heads=spec.heads_of_model,
     )
 
 

@@ -7,6 +7,7 @@ somebody who knows tells `silenced` or `renewed`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -190,6 +191,29 @@ class Granted:
         if whole.page_keys is not None:
             self._on_keys()
         self._log(offer).debug("complete: %d pages by %s", len(whole.written), offer.offer.lane)
+
+    def committed(self, link: Link, transfer_id: int, arrival: Arrival, *, num_pages: int, seconds: float) -> None:
+        """An arrival whose pages were written before it was known.
+
+        Args:
+            link, transfer_id: its sender, and what it said it in.
+            arrival: it.
+            num_pages: that were written.
+            seconds: since it was heard.
+        """
+        self._tally.received(
+            nbytes=num_pages * pages_nbytes(self._pool.spec),
+            num_pages=num_pages,
+            num_resident=0,
+            lane=arrival.lane.removesuffix(" (expected)"),
+            path=arrival.path,
+            seconds=seconds,
+            waited_s=0.0,
+        )
+        arrival.completed()
+        if link.log.isEnabledFor(logging.DEBUG):
+            log = link.log.bind(transfer=transfer_id, key=arrival.key, pool=self._name)
+            log.debug("complete: %d pages by %s, granted ahead", num_pages, arrival.lane)
 
     def _unpacker(self, part: Part) -> Unpacker:
         if part.unpacker is None:

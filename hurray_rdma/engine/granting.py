@@ -15,10 +15,12 @@ from hurray_rdma.cache import Lease, PagePool
 from hurray_rdma.control import ErrorCode, Grant
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.granted import Granted
+from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.parts import GoodOffer, Whole
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import GeometryError, HurrayError, PoolExhaustedError, TransferAbortedError
+from hurray_rdma.plan import PageMap
 
 __all__ = ["Granting"]
 
@@ -90,7 +92,16 @@ class Granting:
         take: Callable[[Arrival], None] | None = None,
     ) -> None:
         """Grants an offer its pages, of which those ``found`` do not travel, and hands the arrival on."""
-        arrival = self.arrival(offer, page_ids, written=written, resident=resident)
+        arrival = self.arrival(
+            offer.link,
+            offer.offer.key,
+            offer.page_map,
+            page_ids,
+            written=written,
+            resident=resident,
+            lane=offer.offer.lane,
+            path=offer.offer.path,
+        )
         whole = Whole(arrival, offer, written, page_keys, int(found.sum()), self._loop.time())
         try:
             self._grant(whole, offer, page_ids, found)
@@ -101,21 +112,30 @@ class Granting:
         (take or self._arrivals.put_nowait)(arrival)
 
     def arrival(
-        self, offer: GoodOffer, page_ids: NDArray[np.uint32], *, written: Lease, resident: Lease | None
+        self,
+        link: Link,
+        key: str,
+        page_map: PageMap,
+        page_ids: NDArray[np.uint32],
+        *,
+        written: Lease,
+        resident: Lease | None,
+        lane: str,
+        path: str,
     ) -> Arrival:
         """What the application gets."""
         return Arrival(
             self._pool,
-            offer.offer.key,
+            key,
             group=self._name or None,
-            page_map=offer.page_map,
+            page_map=page_map,
             page_ids=page_ids,
             written=written,
             resident=resident,
             timeout_s=self._timeout_s,
-            sender=offer.link.peer.engine_name,
-            lane=offer.offer.lane,
-            path=offer.offer.path,
+            sender=link.peer.engine_name,
+            lane=lane,
+            path=path,
             on_abort=self._abort,
         )
 

@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from hurray_rdma.cache import PagePool
+from hurray_rdma.cache import Lease, PagePool
 from hurray_rdma.control import (
     AbortRequested,
     AllEnded,
+    Commit,
     Committed,
     DescriptorsEnded,
     Event,
@@ -32,12 +33,13 @@ from hurray_rdma.control import (
     TransferFailed,
 )
 from hurray_rdma.engine.arrival import Arrival
+from hurray_rdma.engine.commits import Commits
 from hurray_rdma.engine.compat import announcement, check_snapshot
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.granting import Granting
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.offer_queue import OfferQueue
-from hurray_rdma.engine.parts import GoodOffer, Whole
+from hurray_rdma.engine.parts import GoodOffer
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.reach import Reach
 from hurray_rdma.engine.reservations import Reservations
@@ -54,7 +56,7 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 from hurray_rdma.format import Dialect
-from hurray_rdma.plan import common_heads, map_keys
+from hurray_rdma.plan import PageMap, common_heads, map_keys
 
 __all__ = ["Receiver"]
 
@@ -121,6 +123,7 @@ class Receiver:
             refuse=self._refuse,
             on_shortage=partial(self._ahead.recall, "the pages are needed"),
         )
+        self._commits: dict[Link, Commits] = {}
         self._settling = asyncio.Lock()
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -208,8 +211,8 @@ class Receiver:
                 self._offered(link, transfer_id, offer)
             case Reserved(transfer_id=transfer_id, reserve=reserve):
                 self._reserved(link, transfer_id, reserve)
-            case Committed(transfer_id=transfer_id, offer=offer):
-                self._committed(link, transfer_id, offer)
+            case Committed(transfer_id=transfer_id, commit=commit):
+                self._committed(link, transfer_id, commit)
             case TensorData():
                 self.granted.data(event, link)
             case DescriptorsEnded(transfer_id=transfer_id, descriptor_indices=indices):
@@ -234,6 +237,7 @@ class Receiver:
                 self._queue.remove_link(link)
                 self.granted.lost(link, error or PeerLostError("the session was closed"))
                 self._ahead.lost(link)
+                self._commits.pop(link, None)
                 self._queue.grant_in_order()
             case _:
                 pass
@@ -331,16 +335,19 @@ class Receiver:
         link.session.refuse(transfer_id, error, now=self._loop.time())
         link.notify()
 
-    def _stale(self, offer: Offer) -> StaleGenerationError:
+    def _require_open(self, asked: Offer | Reserve) -> None:
+        if self.pool.closed:
+            raise RegistrationError("the receiving pool is closed")
+        if asked.generation != self.generation:
+            raise self._stale(asked)
+
+    def _stale(self, asked: Offer | Reserve) -> StaleGenerationError:
         return StaleGenerationError(
-            f"the pool is in generation {self.generation}", field="generation", value=offer.generation
+            f"the pool is in generation {self.generation}", field="generation", value=asked.generation
         )
 
     def _checked(self, link: Link, transfer_id: int, offer: Offer) -> GoodOffer:
-        if self.pool.closed:
-            raise RegistrationError("the receiving pool is closed")
-        if offer.generation != self.generation:
-            raise self._stale(offer)
+        self._require_open(offer)
         if not self._queue.expects:
             self.pool.check_grantable()
         peer = link.peer
@@ -373,38 +380,57 @@ class Receiver:
             link.session.refuse(transfer_id, error, now=self._loop.time())
         link.notify()
 
-    def _committed(self, link: Link, transfer_id: int, offer: Offer) -> None:
+    def _committed(self, link: Link, transfer_id: int, commit: Commit) -> None:
         """A whole snapshot is in pages that were granted ahead."""
-        lease = self._ahead.lease_of(link, transfer_id)
-        if lease is None:
+        held = self._ahead.held(link, transfer_id)
+        if held is None:
             return  # it was recalled, and the sender is told
+        came = self._loop.time()
         try:
             self._arrivals.require_room()
-            checked = self._checked(link, transfer_id, offer)
-            count = checked.page_map.num_pages
-            if count > len(lease) or offer.page_keys.shape[1] or checked.heads != self.pool.spec.heads:
+            self._require_open(held.reserve)
+            commits = self._commits.get(link) or self._commits_of(link)
+            source, page_map = commits.check(commit, held.reserve)
+            count = page_map.num_pages
+            if count > len(held.lease) or common_heads(source, self.pool.spec) != self.pool.spec.heads:
                 raise GeometryError(
-                    f"{len(lease)} were granted ahead, for whole pages without keys", field="num_pages", value=count
+                    f"{len(held.lease)} were granted ahead, for whole pages", field="num_pages", value=count
                 )
         except HurrayError as error:
-            self._not_committed((link, transfer_id), error)
+            self._not_committed(link, transfer_id, error)
             return
-        self.granted.visibility.then(partial(self._take_committed, checked), partial(self._not_committed, checked.key))
+        self.granted.visibility.then(
+            partial(self._take_committed, link, transfer_id, commit.key, page_map, came),
+            partial(self._not_committed, link, transfer_id),
+        )
 
-    def _not_committed(self, key: tuple[Link, int], error: HurrayError) -> None:
+    def _commits_of(self, link: Link) -> Commits:
+        peer = link.peer
+        commits = Commits(self.pool.spec, dialect=Dialect(peer.dialect), devices=peer.devices)
+        self._commits[link] = commits
+        return commits
+
+    def _not_committed(self, link: Link, transfer_id: int, error: HurrayError) -> None:
         self._tally.failed("receive", error)
-        self._ahead.fail(*key, error)
+        self._ahead.fail(link, transfer_id, error)
 
-    def _take_committed(self, checked: GoodOffer) -> None:
-        link, transfer_id = checked.key
-        if self._ahead.lease_of(link, transfer_id) is None:
+    def _take_committed(self, link: Link, transfer_id: int, key: str, page_map: PageMap, came: float) -> None:
+        held = self._ahead.held(link, transfer_id)
+        if held is None:
             return  # its session has ended meanwhile
-        written = self._ahead.use(link, transfer_id, checked.page_map.num_pages)
-        arrival = self._granting.arrival(checked, written.page_ids, written=written, resident=None)
-        self.granted.complete(Whole(arrival, checked, written, None, 0, checked.came))
+        written, rest = self._ahead.use(link, transfer_id, page_map.num_pages)
+        lane, path = held.reserve.lane, held.reserve.path
+        arrival = self._granting.arrival(
+            link, key, page_map, written.page_ids, written=written, resident=None, lane=lane, path=path
+        )
+        self.granted.committed(
+            link, transfer_id, arrival, num_pages=page_map.num_pages, seconds=self._loop.time() - came
+        )
         self._arrivals.put_nowait(arrival)
-        self._loop.call_soon(self._acknowledge, link, transfer_id)  # after whoever waits for the arrival
+        # What the sender waits for comes after whoever waits for the arrival.
+        self._loop.call_soon(self._acknowledge, link, transfer_id, rest)
 
-    def _acknowledge(self, link: Link, transfer_id: int) -> None:
+    def _acknowledge(self, link: Link, transfer_id: int, rest: Lease) -> None:
+        rest.release()
         link.session.acknowledge(transfer_id, now=self._loop.time())
         link.notify()

@@ -18,11 +18,15 @@ from hurray_rdma.engine.reach import NEVER_LATE, Reach, reach_of
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, PoolExhaustedError
 
-__all__ = ["Reservations"]
+__all__ = ["Reservation", "Reservations"]
 
 
 @dataclass(slots=True, eq=False)
-class _Reservation:
+class Reservation:
+    """Pages that a sender holds ready."""
+
+    reserve: Reserve
+    """What it asked for."""
     lease: Lease
     reach: Reach
     heard: float
@@ -46,8 +50,8 @@ class Reservations:
         self._lease_s = lease_s
         self._tally = tally
         self._loop = asyncio.get_running_loop()
-        self._held: dict[tuple[Link, int], _Reservation] = {}
-        self._loud: dict[tuple[Link, int], _Reservation] = {}
+        self._held: dict[tuple[Link, int], Reservation] = {}
+        self._loud: dict[tuple[Link, int], Reservation] = {}
         self._num_pages = 0
         self._idle = asyncio.Event()
 
@@ -85,20 +89,18 @@ class Reservations:
         if reach is Reach.STREAM:
             link.permits.begin(transfer_id, self._pool, lease.page_ids, writes=True)
         timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
-        self._held[link, transfer_id] = _Reservation(lease, reach, now, timer)
+        self._held[link, transfer_id] = Reservation(reserve, lease, reach, now, timer)
         self._num_pages += len(lease)
 
-    def lease_of(self, link: Link, transfer_id: int) -> Lease | None:
+    def held(self, link: Link, transfer_id: int) -> Reservation | None:
         """What a sender holds; None if it was recalled."""
         held = self._held.get((link, transfer_id))
-        return None if held is None or held.recalled else held.lease
+        return None if held is None or held.recalled else held
 
-    def use(self, link: Link, transfer_id: int, num_pages: int) -> Lease:
-        """Turns the first pages of a reservation into a lease of their own; the others go back."""
+    def use(self, link: Link, transfer_id: int, num_pages: int) -> tuple[Lease, Lease]:
+        """The first pages of a reservation as a lease of their own, and that of the others, which are to go back."""
         held = self._forget((link, transfer_id))
-        written = self._pool.allocator.retain(held.lease.page_ids[:num_pages])
-        held.lease.release()
-        return written
+        return held.lease.split(num_pages), held.lease
 
     # Ends.
 
@@ -185,7 +187,7 @@ class Reservations:
         self._pool.allocator.recover(held.lease)
         self._tally.recovered(len(held.lease))
 
-    def _forget(self, key: tuple[Link, int]) -> _Reservation:
+    def _forget(self, key: tuple[Link, int]) -> Reservation:
         held = self._held.pop(key)
         held.timer.cancel()
         link, transfer_id = key

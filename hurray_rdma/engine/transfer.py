@@ -265,7 +265,9 @@ class Transfer(Exchange[Grant]):
             self._end(error)
             raise
         self._forget()
-        self._stats = self._stats_of(self._snapshot, self._plan)
+        self._stats = self._stats_of(
+            self._snapshot, num_pages=self._plan.num_pages, num_resident=self._plan.num_resident
+        )
         self._end(None)
         self._tally.sent(self._stats)
         self._log.bind(key=self._key).debug("sent: %d pages by %s", self._stats.num_pages, self._stats.lane)

@@ -16,7 +16,7 @@ from hurray_rdma.format.codec import (
     encode_tensors,
     mark_tensors,
 )
-from hurray_rdma.format.counts import Counts, counts_of, mark_bytes, with_counts
+from hurray_rdma.format.counts import Counts, DescriptorForm, counts_of, mark_bytes, with_counts
 from hurray_rdma.format.dequantize import dequantize
 from hurray_rdma.format.descriptor import Descriptor
 from hurray_rdma.format.dtypes import (
@@ -67,6 +67,7 @@ __all__ = [
     "Counts",
     "Descriptor",
     "DescriptorError",
+    "DescriptorForm",
     "DescriptorReader",
     "DeviceTag",
     "Dialect",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hurray_rdma.format.rules import BUFFERS_OFFSET, ENTRY_NBYTES, OFFSETS
 from hurray_rdma.format.tags import IndexType
 
-__all__ = ["Counts", "counts_of", "mark_bytes", "with_counts"]
+__all__ = ["Counts", "DescriptorForm", "counts_of", "mark_bytes", "with_counts"]
 
 _U32, _U64 = Struct("<I"), Struct("<Q")
 _TOTAL_TOKENS, _NUM_SEQS, _MARK = OFFSETS["total_tokens"], OFFSETS["num_seqs"], OFFSETS["kv_role"]
@@ -59,6 +59,20 @@ def with_counts(data: bytes, counts: Counts, /) -> bytes:
     _U64.pack_into(out, _BLOCK_TABLE, counts.block_table_nbytes)
     _U64.pack_into(out, _SEQ_PTR, counts.seq_ptr_nbytes)
     return bytes(out)
+
+
+class DescriptorForm(NamedTuple):
+    """The descriptors of any snapshot of one cache: they differ in what they count, and among each other in role and
+    layer alone."""
+
+    first: bytes
+    """One of them, whatever its role, layer and counts."""
+    marks: tuple[bytes, ...]
+    """Of each tensor, in order, as of `mark_tensors`."""
+
+    def encode(self, counts: Counts, /) -> bytes:
+        """The descriptors of the snapshot that has these counts, one after the other."""
+        return mark_bytes(with_counts(self.first, counts), self.marks)
 
 
 def mark_bytes(first: bytes, marks: Sequence[bytes], /) -> bytes:

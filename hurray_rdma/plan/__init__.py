@@ -14,6 +14,7 @@ from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.rewrite import rewrite
 from hurray_rdma.plan.tables import dedupe, valid_pages
 from hurray_rdma.plan.transfer import Move, MovesTogether, Program, TransferPlan, plan_transfer
+from hurray_rdma.plan.whole import WholePages
 
 __all__ = [
     "Cutter",
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Program",
     "TransferPlan",
+    "WholePages",
     "check_pair",
     "check_table",
     "common_heads",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache.indices import cut_units, dedupe, starts_of, valid_pages, valid_tokens
+from hurray_rdma.cache.indices import cut_units, dedupe, starts_of, valid_pages
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.pagemap import PageMap
 
@@ -60,23 +60,30 @@ def map_pages(
         )
     table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, src_page_size)
     page_ids, places = dedupe(table, num_pages=num_pages)
+    if src_page_size == dst_page_size:
+        return PageMap(
+            src_page_size=src_page_size,
+            dst_page_size=dst_page_size,
+            num_pages=len(page_ids),
+            entries=places,
+            seq_ptr=trimmed_ptr.copy(),
+            seq_lens=seq_lens.copy(),
+            src_pages=page_ids,
+        )
     dst_ptr = starts_of(seq_lens, dst_page_size)
     if dst_page_size > _MAX_JOINED * src_page_size:
         raise GeometryError(
             f"is above {_MAX_JOINED} times the source's {src_page_size}", field="page_size", value=dst_page_size
         )
-    if src_page_size != dst_page_size:
-        units = int(dst_ptr[-1]) * max(1, dst_page_size // src_page_size)
-        if units > _MAX_UNITS:
-            raise GeometryError(
-                f"pages of {src_page_size} tokens go into pages of {dst_page_size} in at most {_MAX_UNITS} pieces",
-                field="pieces of the offer",
-                value=units,
-                fix="Send fewer sequences at a time, or use page sizes that are closer to each other",
-            )
-    if src_page_size == dst_page_size:
-        mapped = _same(page_ids, places)
-    elif src_page_size > dst_page_size:
+    units = int(dst_ptr[-1]) * max(1, dst_page_size // src_page_size)
+    if units > _MAX_UNITS:
+        raise GeometryError(
+            f"pages of {src_page_size} tokens go into pages of {dst_page_size} in at most {_MAX_UNITS} pieces",
+            field="pieces of the offer",
+            value=units,
+            fix="Send fewer sequences at a time, or use page sizes that are closer to each other",
+        )
+    if src_page_size > dst_page_size:
         per_page = src_page_size // dst_page_size
         mapped = _cut(page_ids, cut_units(places, trimmed_ptr, dst_ptr, per_page), per_page, dst_page_size)
     else:
@@ -91,13 +98,8 @@ def map_pages(
         entries=mapped.entries,
         seq_ptr=dst_ptr,
         seq_lens=seq_lens.copy(),
-        valid_tokens=valid_tokens(
-            mapped.entries, dst_ptr, seq_lens, num_pages=mapped.num_pages, page_size=dst_page_size
-        ),
-        unit_src_pages=mapped.src_pages,
-        unit_src_slots=mapped.src_slots,
-        unit_pages=mapped.pages,
-        unit_dst_slots=mapped.dst_slots,
+        src_pages=mapped.src_pages,
+        units=(mapped.src_slots, mapped.pages, mapped.dst_slots),
     )
 
 
@@ -111,11 +113,6 @@ class _Mapped:
     src_slots: Uint32
     pages: Uint32
     dst_slots: Uint32
-
-
-def _same(page_ids: Uint32, places: Uint32) -> _Mapped:
-    count = len(page_ids)
-    return _Mapped(count, places, page_ids, _zeros(count), np.arange(count, dtype=np.uint32), _zeros(count))
 
 
 def _cut(page_ids: Uint32, unit: NDArray[np.uint64], per_page: int, dst_page_size: int) -> _Mapped:

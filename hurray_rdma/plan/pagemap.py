@@ -5,11 +5,12 @@ Made by `hurray_rdma.plan.mapping`. Knows tables, page sizes and page IDs; knows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hurray_rdma.cache.indices import valid_tokens
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan.tables import look_up
 
@@ -18,41 +19,84 @@ __all__ = ["PageMap"]
 Uint32 = NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PageMap:
-    """Which tokens of which source pages make up which destination pages. Arrays are uint32 and read-only."""
+    """Which tokens of which source pages make up which destination pages. Arrays are uint32 and read-only.
 
-    src_page_size: int
-    """Tokens per page of the source."""
-    dst_page_size: int
-    """Tokens per page of the destination; one divides the other."""
-    num_pages: int
-    """Distinct destination pages: the length of a grant."""
-    entries: Uint32
-    """The destination's block table in terms of the grant: for each entry a place in it, ``[seq_ptr[-1]]``."""
-    seq_ptr: Uint32
-    """Where each sequence starts in ``entries``, ``[num_seqs + 1]``."""
-    seq_lens: Uint32
-    """Tokens of each sequence, ``[num_seqs]``."""
-    valid_tokens: Uint32
-    """Tokens of each destination page that some sequence has, ``[num_pages]``; the slots after them are undefined."""
-    unit_src_pages: Uint32
-    """Per unit the source page it is in, ``[num_units]``; ascending by destination page."""
-    unit_src_slots: Uint32
-    """Per unit its first slot in the source page."""
-    unit_pages: Uint32
-    """Per unit the destination page it goes to, as a place in the grant."""
-    unit_dst_slots: Uint32
-    """Per unit its first slot in the destination page."""
+    Args:
+        src_page_size, dst_page_size, num_pages, entries, seq_ptr, seq_lens: as of the attributes.
+        src_pages: ``unit_src_pages``.
+        units: ``unit_src_slots``, ``unit_pages``, ``unit_dst_slots``; None where units are whole pages on both sides.
+    """
 
-    def __post_init__(self) -> None:
-        for name in _ARRAYS:
-            getattr(self, name).setflags(write=False)
+    def __init__(
+        self,
+        *,
+        src_page_size: int,
+        dst_page_size: int,
+        num_pages: int,
+        entries: Uint32,
+        seq_ptr: Uint32,
+        seq_lens: Uint32,
+        src_pages: Uint32,
+        units: tuple[Uint32, Uint32, Uint32] | None = None,
+    ) -> None:
+        self.src_page_size = src_page_size
+        """Tokens per page of the source."""
+        self.dst_page_size = dst_page_size
+        """Tokens per page of the destination; one divides the other."""
+        self.num_pages = num_pages
+        """Distinct destination pages: the length of a grant."""
+        self.entries = entries
+        """The destination's block table in terms of the grant: for each entry a place in it, ``[seq_ptr[-1]]``."""
+        self.seq_ptr = seq_ptr
+        """Where each sequence starts in ``entries``, ``[num_seqs + 1]``."""
+        self.seq_lens = seq_lens
+        """Tokens of each sequence, ``[num_seqs]``."""
+        self.unit_src_pages = src_pages
+        """Per unit the source page it is in, ``[num_units]``; ascending by destination page."""
+        self._units = units
+        for array in (entries, seq_ptr, seq_lens, src_pages, *(units or ())):
+            array.setflags(write=False)
+
+    @cached_property
+    def valid_tokens(self) -> Uint32:
+        """Tokens of each destination page that some sequence has, ``[num_pages]``; the slots after them are
+        undefined."""
+        valid = valid_tokens(
+            self.entries, self.seq_ptr, self.seq_lens, num_pages=self.num_pages, page_size=self.dst_page_size
+        )
+        valid.setflags(write=False)
+        return valid
+
+    @property
+    def unit_src_slots(self) -> Uint32:
+        """Per unit its first slot in the source page."""
+        return self._units_of_pages[0]
+
+    @property
+    def unit_pages(self) -> Uint32:
+        """Per unit the destination page it goes to, as a place in the grant."""
+        return self._units_of_pages[1]
+
+    @property
+    def unit_dst_slots(self) -> Uint32:
+        """Per unit its first slot in the destination page."""
+        return self._units_of_pages[2]
+
+    @cached_property
+    def _units_of_pages(self) -> tuple[Uint32, Uint32, Uint32]:
+        if self._units is not None:
+            return self._units
+        slots, pages = np.zeros(self.num_pages, np.uint32), np.arange(self.num_pages, dtype=np.uint32)
+        slots.setflags(write=False)
+        pages.setflags(write=False)
+        return slots, pages, slots
 
     @property
     def nbytes(self) -> int:
-        """What its arrays take."""
-        return sum(getattr(self, name).nbytes for name in _ARRAYS)
+        """What its arrays take, those that are made when they are asked for left out."""
+        arrays = (self.entries, self.seq_ptr, self.seq_lens, self.unit_src_pages, *(self._units or ()))
+        return sum(array.nbytes for array in arrays)
 
     @property
     def unit_size(self) -> int:
@@ -62,7 +106,7 @@ class PageMap:
     @property
     def num_units(self) -> int:
         """Pieces of pages that travel when nothing is resident."""
-        return len(self.unit_pages)
+        return len(self.unit_src_pages)
 
     @property
     def src_page_ids(self) -> Uint32:
@@ -120,7 +164,3 @@ class PageMap:
                 value=int(block_table[at]),
             )
         return page_ids
-
-
-_UNIT_FIELDS = ("unit_src_pages", "unit_src_slots", "unit_pages", "unit_dst_slots")
-_ARRAYS = ("entries", "seq_ptr", "seq_lens", "valid_tokens", *_UNIT_FIELDS)

@@ -332,12 +332,8 @@ class RemoteMemory:
 
 
 def _check_inside(side: str, offsets: Offsets, lengths: Offsets, nbytes: int) -> None:
-    if len(lengths) == 0:
-        return
-    ends = offsets + lengths
-    wrong = (ends < offsets) | (ends > np.uint64(nbytes))
-    if wrong.any():
-        at = int(wrong.argmax())
+    at = native.first_outside(offsets, lengths, nbytes)
+    if at >= 0:
         raise GeometryError(
             f"piece {at} ends at byte {int(offsets[at]) + int(lengths[at])} of a region of {nbytes}",
             field=f"{side}_offsets[{at}]",

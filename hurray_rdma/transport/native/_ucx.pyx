@@ -55,6 +55,19 @@ cdef int check(str call, ucs_status_t status) except -1:
     return 0
 
 
+def first_outside(const uint64_t[::1] offsets not None, const uint64_t[::1] lengths not None, uint64_t nbytes):
+    """Which piece is the first that does not lie in a region of ``nbytes``; -1 if all do. uint64 ``[count]`` both."""
+    cdef Py_ssize_t at, first = -1
+    if offsets.shape[0] != lengths.shape[0]:
+        raise ValueError("offsets and lengths must have the same length")
+    with nogil:
+        for at in range(lengths.shape[0]):
+            if lengths[at] > nbytes or offsets[at] > nbytes - lengths[at]:
+                first = at
+                break
+    return first
+
+
 cdef class StopFlag:
     """Set from any thread to end a running `post` or `copy` early; it then reports UCS_ERR_CANCELED."""
     cdef int value
