@@ -212,6 +212,12 @@ class PagePool:
         return self._regions
 
     @property
+    def context(self) -> Context:
+        """The UCX context of all of them."""
+        self._check_open("context")
+        return self._regions[0].context
+
+    @property
     def device(self) -> str:
         """``"cpu"`` or ``"cuda:N"``."""
         return self._regions[0].device

@@ -161,7 +161,7 @@ class Channel(asyncio.BufferedProtocol):
             self._write(self._transport, self.session.parts_to_send())
         if self.session.is_closed:
             self._shut(self._transport)
-        else:
+        elif self._timer is None or self.session.may_be_due_sooner:
             self._set_timer()
 
     @staticmethod

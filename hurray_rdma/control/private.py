@@ -157,6 +157,7 @@ class _Ended(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 
 
 _REGION = attrgetter(*PoolRegion.__slots__)
+_UINT32_LE = np.dtype("<u4")
 _ENCODER = msgspec.msgpack.Encoder()
 _SESSION = msgspec.msgpack.Decoder(_Session)
 _POOL = msgspec.msgpack.Decoder(_Pool)
@@ -174,7 +175,8 @@ _ENDED = msgspec.msgpack.Decoder(_Ended)
 def _u32_array(name: str, data: bytes) -> Uint32Array:
     if len(data) % 4:
         raise ProtocolError(f"{name} has {len(data)} bytes, not a multiple of 4")
-    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+    array = np.frombuffer(data, _UINT32_LE)
+    return array if _UINT32_LE.isnative else array.astype(np.uint32)
 
 
 def _u8_rows(name: str, data: bytes, row_nbytes: int) -> Uint8Array:
@@ -350,8 +352,8 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
 
 
 def _le(array: Uint32Array) -> memoryview:
-    # Always contiguous: the constructors see to it. A memoryview cannot be cast while it has no elements.
-    return array.astype("<u4", copy=False).view(np.uint8).data if array.size else memoryview(b"")
+    # Always contiguous: the constructors see to it. MessagePack takes its bytes, whatever its elements are.
+    return (array if _UINT32_LE.isnative else array.astype(_UINT32_LE)).data
 
 
 def _snapshot_values(snapshot: SnapshotFields) -> tuple[object, ...]:

@@ -250,6 +250,7 @@ class Session(ABC):
         tenant: str = "",
     ) -> None:
         self._state = SessionState.OPEN
+        self._book.rescheduled = True
         self._decoder.max_message_nbytes = self.config.max_message_nbytes
         self._last_ping = now
         self.peer = PeerInfo(
@@ -278,6 +279,7 @@ class Session(ABC):
 
     def next_timeout(self) -> float | None:
         """When ``handle_timeout`` is to be called next; None once closed."""
+        self._book.rescheduled = False
         if self.is_closed:
             return None
         if self._outbox.overflowed:
@@ -287,6 +289,11 @@ class Session(ABC):
         when = min(self._ping_due(), self._lost_due())
         due = self._book.next_due()
         return when if due is None else min(when, due)
+
+    @property
+    def may_be_due_sooner(self) -> bool:
+        """Whether ``next_timeout`` may be earlier than when it was last asked; all else puts it off."""
+        return self._book.rescheduled or self._outbox.overflowed
 
     def _ping_due(self) -> float:
         return max(self._last_heard, self._last_ping) + self.config.heartbeat_s

@@ -133,6 +133,8 @@ class TransferBook:
         """Lowest stream_id that no transfer has owned yet."""
         self.open_nbytes = 0
         """What the tables of open transfers take."""
+        self.rescheduled = False
+        """Whether something was scheduled since whoever looks at it has last set it to False."""
 
     @property
     def num_open(self) -> int:
@@ -245,6 +247,7 @@ class TransferBook:
     def schedule(self, transfer: Transfer, due: float) -> None:
         """Have ``pop_due`` give the transfer at this time, unless its state changes before."""
         transfer.due = due
+        self.rescheduled = True
         heapq.heappush(self._timers, (due, transfer.transfer_id))
 
     def next_due(self) -> float | None:

@@ -153,14 +153,15 @@ class _AheadGrant(Exchange[Grant]):
 
     def _copy(self, source: PagePool, plan: Plan) -> Moves:
         """Every page at once, through the mapping."""
-        with source.gate.moving(timeout_s=self._left_s):
+        left_s = self._left_s
+        with source.gate.moving(timeout_s=left_s):
             moved = self._remote.memories[0].write(
                 source.regions[0],
                 src_offsets=plan.src_offsets,
                 dst_offsets=plan.dst_offsets,
                 lengths=plan.lengths,
                 stop=self._stop,
-                timeout_s=self._left_s,
+                timeout_s=left_s,
             )
         return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
@@ -209,13 +210,14 @@ class AheadGrants:
         if pair is None or len(snapshot.block_table) > pair.max_entries or self._looks_dead():
             return None
         remote = pair.remote
-        if not self._held(remote) and started < self._ask_from.get(remote.pool.pool_id, 0.0):
+        grants = self._held(remote)
+        if not grants and started < self._ask_from.get(remote.pool.pool_id, 0.0):
             return None  # as most receivers grant nothing ahead, nothing more is spent on it
         try:
             page_map = page_map_of(snapshot, remote.layout.spec)
         except GeometryError:
             return None  # the usual way says why
-        grant = self._take(remote, page_map.num_pages)
+        grant = _taken(grants, remote, page_map.num_pages)
         if grant is None:
             self._ask(remote, page_map.num_pages)
             return None
@@ -272,18 +274,6 @@ class AheadGrants:
         )
         return pair
 
-    def _take(self, remote: RemotePool, num_pages: int) -> _AheadGrant | None:
-        """The smallest that is large enough."""
-        grants = self._held(remote)
-        ready = [
-            grant for grant in grants if grant.ready and grant.remote.same(remote) and grant.num_pages >= num_pages
-        ]
-        if not ready:
-            return None
-        taken = min(ready, key=lambda grant: grant.num_pages)
-        grants.remove(taken)
-        return taken
-
     def _ask(self, remote: RemotePool, num_pages: int) -> None:
         """For as many pages again, rounded up."""
         grants = self._held(remote)
@@ -309,3 +299,13 @@ class AheadGrants:
     def _note_end(self, grant: _AheadGrant) -> None:
         pool_id = grant.remote.pool.pool_id
         self._ask_from[pool_id] = max(self._ask_from.get(pool_id, 0.0), grant.ask_again_from)
+
+
+def _taken(grants: list[_AheadGrant], remote: RemotePool, num_pages: int) -> _AheadGrant | None:
+    """Takes the smallest that is large enough."""
+    ready = [grant for grant in grants if grant.ready and grant.remote.same(remote) and grant.num_pages >= num_pages]
+    if not ready:
+        return None
+    taken = min(ready, key=lambda grant: grant.num_pages)
+    grants.remove(taken)
+    return taken

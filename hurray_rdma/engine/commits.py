@@ -11,8 +11,9 @@ from typing import NamedTuple
 from hurray_rdma.cache import CacheSpec
 from hurray_rdma.control import Commit, Reserve
 from hurray_rdma.engine.compat import Source, counts_beside, source_of
+from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import DescriptorForm, Dialect, counts_of
-from hurray_rdma.plan import PageMap
+from hurray_rdma.plan import PageMap, common_heads
 
 __all__ = ["Commits"]
 
@@ -45,19 +46,22 @@ class Commits:
         self._devices = devices
         self._known: _Known | None = None
 
-    def check(self, commit: Commit, reserve: Reserve) -> tuple[CacheSpec, PageMap]:
-        """The sender's cache, and which pages of the grant hold what, in order.
+    def check(self, commit: Commit, reserve: Reserve) -> PageMap:
+        """Which pages of the grant hold what, in order.
 
         Raises:
-            ConfigError, HurrayError: as of `check_snapshot`.
+            GeometryError: also where they hold some of the heads of a page only.
+            HurrayError: as of `check_snapshot`.
         """
         known = self._known
         source = known.source if known is not None and _is_of(known, commit) else self._learn(commit, reserve)
-        return source.spec, source.page_map(commit, self._dest)
+        return source.page_map(commit, self._dest)
 
     def _learn(self, commit: Commit, reserve: Reserve) -> Source:
         told = commit.of_pool(reserve.pool_id, reserve.generation)
         source = source_of(told, self._dest, dialect=self._dialect, devices=self._devices)
+        if (heads := common_heads(source.spec, self._dest)) != self._dest.heads:
+            raise GeometryError(f"pages granted ahead are for {self._dest.heads}", field="heads", value=heads)
         first = told.descriptors[: len(told.descriptors) // told.num_descriptors]
         if len(first) <= _MAX_KNOWN_NBYTES and counts_of(first) is not None:
             form = DescriptorForm(first, self._dest.tensor_marks)

@@ -97,7 +97,7 @@ def check_context(pool: PagePool, context: Context) -> None:
     Raises:
         ConfigError: the pool was made with another.
     """
-    if any(region.context is not context for region in pool.regions):
+    if pool.context is not context:
         raise ConfigError(
             "the pool was made with another UCX context", field="context", value=context, fix="Pass the pool's own"
         )

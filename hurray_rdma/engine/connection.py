@@ -284,8 +284,10 @@ class Connection:
     @property
     def lost(self) -> bool:
         """Whether nothing can be sent over it any more."""
-        dead = any(each is not None and each.closed for each in (self._endpoint, self._stream))
-        return self._error is not None or self._closing is not None or self._forsaken or dead
+        if self._error is not None or self._closing is not None or self._forsaken:
+            return True
+        endpoint, stream = self._endpoint, self._stream
+        return (endpoint is not None and endpoint.closed) or (stream is not None and stream.closed)
 
     @property
     def error(self) -> HurrayError | None:
