@@ -210,7 +210,8 @@ class Receiver:
             case Offered(transfer_id=transfer_id, offer=offer):
                 self._offered(link, transfer_id, offer)
             case Reserved(transfer_id=transfer_id, reserve=reserve):
-                self._reserved(link, transfer_id, reserve)
+                # After what came before it: an arrival's application, and the acknowledgement, wait for nothing ahead.
+                self._loop.call_soon(self._reserved, link, transfer_id, reserve)
             case Committed(transfer_id=transfer_id, commit=commit):
                 self._committed(link, transfer_id, commit)
             case TensorData():

@@ -10,18 +10,34 @@ from typing import Literal
 
 from hurray_rdma.control import (
     ClientSession,
+    Commit,
     Event,
     FrameDecoder,
     Message,
+    Offer,
     ServerSession,
     Session,
     SessionConfig,
     encode,
 )
 
-__all__ = ["ConnectionPair", "Side"]
+__all__ = ["ConnectionPair", "Side", "commit_like"]
 
 Side = Literal["client", "server"]
+
+
+def commit_like(offer: Offer) -> Commit:
+    """What a client says of the same snapshot in pages granted ahead."""
+    return Commit(
+        key=offer.key,
+        descriptors=offer.descriptors,
+        block_table=offer.block_table,
+        seq_ptr=offer.seq_ptr,
+        seq_lens=offer.seq_lens,
+        order=offer.order,
+        head_offset=offer.head_offset,
+        total_heads=offer.total_heads,
+    )
 
 
 class ConnectionPair:

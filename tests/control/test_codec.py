@@ -34,6 +34,7 @@ from hurray_rdma.control.messages import (
 from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, Take
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError, ProtocolError
+from hurray_rdma.testing.pair import commit_like
 
 DESCRIPTOR = b"HRRY\x01\x00" + (21).to_bytes(4, "little") + bytes(11)
 
@@ -152,8 +153,8 @@ ONE_PAGE_WIRE = (
             f"9f {ONE_PAGE_WIRE} a1 6b cb 3ff0000000000000 a0 a3 707574",
         ),
         (
-            Commit(Offer(key="k", deadline_s=1.0, lane="", path="put", **ONE_PAGE)),  # type: ignore[arg-type]
-            f"9f {ONE_PAGE_WIRE} a1 6b cb 3ff0000000000000 a0 a3 707574",
+            commit_like(Offer(key="k", deadline_s=1.0, total_heads=8, **ONE_PAGE)),  # type: ignore[arg-type]
+            f"98 a1 6b c415 {DESCRIPTOR.hex()} c404 05000000 c408 00000000 01000000 c404 03000000 a3 4e4844 00 08",
         ),
         (Published(lease_s=20, **ONE_PAGE), f"9c {ONE_PAGE_WIRE} cb 4034000000000000"),  # type: ignore[arg-type]
         (
@@ -178,7 +179,15 @@ def test_every_cut_of_a_message_with_arrays_is_malformed(
 ) -> None:
     session = SessionMessage(engine_name="e", token="t", host_id=b"h", worker_address=b"w", heartbeat_s=0.5)
     take = Take(page_size=16, head_offset=2, num_heads=4, resident=np.array([True, False]))
-    for message in (session, make_pool(name="n"), make_offer(), make_published(), grant, Commit(make_offer()), take):
+    for message in (
+        session,
+        make_pool(name="n"),
+        make_offer(),
+        make_published(),
+        grant,
+        commit_like(make_offer()),
+        take,
+    ):
         data = encode(message, 2)
         for length in range(len(data) - 12):
             cut = decode_one(data[:8] + struct.pack("<I", length) + data[12 : 12 + length])
@@ -201,14 +210,42 @@ def test_a_published_snapshot_survives_the_way(make_published: Callable[..., Pub
 
 
 def test_a_commit_survives_the_way(make_offer: Callable[..., Offer]) -> None:
-    offer = make_offer(order="HND", head_offset=2, total_heads=8, lane="cma", path="mapped")
-    again = decode_one(encode(Commit(offer), 2))
+    offer = make_offer(order="HND", head_offset=2, total_heads=8)
+    again = decode_one(encode(commit_like(offer), 2))
     assert isinstance(again, Commit)
-    for name in ("block_table", "seq_ptr", "seq_lens", "page_keys"):
-        np.testing.assert_array_equal(getattr(again.offer, name), getattr(offer, name))
-    for name in ("key", "pool_id", "generation", "descriptors", "order", "head_offset", "total_heads", "lane", "path"):
-        assert getattr(again.offer, name) == getattr(offer, name)
-    assert again.offer.num_descriptors == 4
+    for name in ("block_table", "seq_ptr", "seq_lens"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(offer, name))
+    for name in ("key", "descriptors", "order", "head_offset", "total_heads"):
+        assert getattr(again, name) == getattr(offer, name)
+    told = again.of_pool(7, 3)
+    assert (told.pool_id, told.generation, told.num_descriptors, told.total_heads) == (7, 3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"seq_ptr": np.array([0, 1], np.uint32)}, GeometryError),
+        ({"seq_ptr": np.array([0, 9, 4], np.uint32)}, GeometryError),
+        ({"descriptors": b""}, DescriptorError),
+        ({"order": "N" * 33}, ConfigError),
+    ],
+)
+def test_tables_of_a_commit_are_held_to_the_rules_of_offers(
+    changes: dict[str, object], kind: type[Exception], make_offer: Callable[..., Offer]
+) -> None:
+    commit = commit_like(make_offer())
+    for name, value in changes.items():
+        setattr(commit, name, value)
+    again = decode_one(encode(commit, 2))
+    assert isinstance(again, Commit)
+    with pytest.raises(kind):
+        again.of_pool(7, 3)
+
+
+def test_a_commit_with_a_key_that_is_too_long_is_malformed(make_offer: Callable[..., Offer]) -> None:
+    commit = commit_like(make_offer())
+    commit.key = "k" * 1025
+    assert isinstance(decode_one(encode(commit, 2)), Malformed)
 
 
 def test_private_messages_survive_the_way(
@@ -354,11 +391,6 @@ def test_bad_reservations_cannot_be_made(changes: dict[str, object], text: str) 
     facts: dict[str, object] = {"pool_id": 1, "generation": 2, "num_pages": 3, "deadline_s": 1.0}
     with pytest.raises(ConfigError, match=text):
         Reserve(**(facts | changes))  # type: ignore[arg-type]
-
-
-def test_nothing_is_committed_in_frames(make_offer: Callable[..., Offer]) -> None:
-    with pytest.raises(ConfigError, match="path = 'frames': must be one of mapped, put"):
-        Commit(make_offer(path="frames"))
 
 
 REGION = PoolRegion(remote_addr=0x1000, nbytes=4 * 1280, rkey=b"rkey")
@@ -633,7 +665,7 @@ PRIVATE = [
     Published(lease_s=20, page_keys=np.ones((1, 16), np.uint8), **ONE_PAGE),  # type: ignore[arg-type]
     Take(page_size=16, head_offset=2, num_heads=4, resident=np.array([True, False])),
     Reserve(pool_id=1, generation=2, num_pages=3, deadline_s=1, lane="cma"),
-    Commit(Offer(key="k", deadline_s=1, lane="cma", **ONE_PAGE)),  # type: ignore[arg-type]
+    commit_like(Offer(key="k", deadline_s=1, **ONE_PAGE)),  # type: ignore[arg-type]
     Ended((3, 0, 2)),
 ]
 

@@ -54,7 +54,7 @@ from hurray_rdma.control.messages import (
 )
 from hurray_rdma.control.offers import Commit
 from hurray_rdma.errors import GeometryError, HurrayError
-from hurray_rdma.testing.pair import ConnectionPair, Side
+from hurray_rdma.testing.pair import ConnectionPair, Side, commit_like
 
 NUM_DESCRIPTORS = 4
 LATE_S = 0.7
@@ -178,7 +178,7 @@ class Engines:
             return
         if self.way == "ahead":
             self.touching = False
-            assert client.commit(transfer_id, self.offer, now=now)
+            assert client.commit(transfer_id, commit_like(self.offer), now=now)
             return
         groups = GROUPS.get(self.story, tuple((index,) for index in range(NUM_DESCRIPTORS)))
         for group in groups:

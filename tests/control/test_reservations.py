@@ -46,7 +46,7 @@ from hurray_rdma.errors import (
     ProtocolError,
     TransferAbortedError,
 )
-from hurray_rdma.testing.pair import ConnectionPair, Side
+from hurray_rdma.testing.pair import ConnectionPair, Side, commit_like
 
 MakeOffer = Callable[..., Offer]
 RESERVE = Reserve(pool_id=7, generation=3, num_pages=3, deadline_s=5.0)
@@ -68,16 +68,16 @@ def test_a_snapshot_in_pages_granted_ahead_costs_one_message_each_way(
 ) -> None:
     pair.advance(60)  # It may lie ready for as long as the server likes.
     offer = make_offer(lane="cma", path="mapped", order="HND")
-    assert pair.client.commit(ahead, offer, now=pair.now)
+    assert pair.client.commit(ahead, commit_like(offer), now=pair.now)
     request = pair.client.data_to_send()
     assert said(request) == [(ahead, Commit)]
     (event,) = pair.server.receive(request, pair.now)
     assert isinstance(event, Committed)
     assert event.transfer_id == ahead
-    for name in ("key", "pool_id", "generation", "descriptors", "order", "lane", "path", "num_descriptors"):
-        assert getattr(event.offer, name) == getattr(offer, name)
+    for name in ("key", "descriptors", "order", "head_offset", "total_heads"):
+        assert getattr(event.commit, name) == getattr(offer, name)
     for name in ("block_table", "seq_ptr", "seq_lens"):
-        np.testing.assert_array_equal(getattr(event.offer, name), getattr(offer, name))
+        np.testing.assert_array_equal(getattr(event.commit, name), getattr(offer, name))
 
     assert pair.server.acknowledge(ahead, now=pair.now)
     answer = pair.server.data_to_send()
@@ -97,8 +97,8 @@ def test_a_reservation_owns_one_stream(pair: ConnectionPair, make_offer: MakeOff
         pair.server.grant(transfer_id, grant, now=0)
     pair.settle()
     assert [event.transfer_id for event in pair.take("client")] == [8, 2, 3]  # type: ignore[union-attr]
-    pair.client.commit(second, make_offer(), now=0)
-    pair.client.commit(first, make_offer(), now=0)
+    pair.client.commit(second, commit_like(make_offer()), now=0)
+    pair.client.commit(first, commit_like(make_offer()), now=0)
     pair.settle()
     assert [event.transfer_id for event in pair.take("server")] == [8, 2]  # type: ignore[union-attr]
 
@@ -107,7 +107,7 @@ def test_a_commit_is_said_again_until_it_is_acknowledged_as_it_was(
     pair: ConnectionPair, ahead: int, make_offer: MakeOffer
 ) -> None:
     table = np.array([7, 3, 7, 9], np.uint32)
-    pair.client.commit(ahead, make_offer(block_table=table), now=pair.now)
+    pair.client.commit(ahead, commit_like(make_offer(block_table=table)), now=pair.now)
     first = pair.client.data_to_send()
     table[:] = 0  # The caller's again.
     pair.client.handle_timeout(pair.now + 0.3)
@@ -237,7 +237,7 @@ def test_either_side_gives_it_up_at_any_point(  # noqa: PLR0917 - the case, and 
         pair.server.grant(reserved, grant, now=pair.now)
         pair.settle()
     if when == "committed":
-        pair.client.commit(reserved, make_offer(), now=pair.now)
+        pair.client.commit(reserved, commit_like(make_offer()), now=pair.now)
         pair.settle()
     pair.take("client")
     pair.take("server")
@@ -248,7 +248,7 @@ def test_either_side_gives_it_up_at_any_point(  # noqa: PLR0917 - the case, and 
     (asked,) = pair.take("server" if who == "client" else "client")
     assert asked == AbortRequested(reserved, "needed elsewhere", ErrorCode.ABORTED)
     assert pair.take("server") == []  # A write may be in flight: the pages stay until QUIET.
-    assert not pair.client.commit(reserved, make_offer(), now=pair.now)
+    assert not pair.client.commit(reserved, commit_like(make_offer()), now=pair.now)
     assert not pair.server.acknowledge(reserved, now=pair.now)
     assert pair.client.quiet(reserved, now=pair.now)
     pair.settle()
@@ -268,7 +268,7 @@ def test_a_recall_is_repeated_until_the_client_is_quiet(pair: ConnectionPair, ah
 
 def test_a_recall_crosses_the_commit(pair: ConnectionPair, ahead: int, make_offer: MakeOffer) -> None:
     assert pair.server.abort(ahead, ErrorCode.ABORTED, "needed elsewhere", now=pair.now)
-    assert pair.client.commit(ahead, make_offer(), now=pair.now)
+    assert pair.client.commit(ahead, commit_like(make_offer()), now=pair.now)
     pair.settle()
     assert pair.take("server") == []  # What was written is of no use any more.
     assert not pair.server.acknowledge(ahead, now=pair.now)
@@ -286,7 +286,7 @@ def test_a_recall_crosses_the_commit(pair: ConnectionPair, ahead: int, make_offe
 def test_a_commit_that_cannot_be_is_aborted_in_the_servers_type(
     pair: ConnectionPair, ahead: int, make_offer: MakeOffer
 ) -> None:
-    pair.client.commit(ahead, make_offer(), now=pair.now)
+    pair.client.commit(ahead, commit_like(make_offer()), now=pair.now)
     pair.settle()
     assert kinds(pair.take("server")) == [Committed]
     assert pair.server.abort(ahead, ErrorCode.GEOMETRY, "page_size 4 is not 8", now=pair.now)
@@ -302,7 +302,7 @@ def test_a_commit_that_cannot_be_is_aborted_in_the_servers_type(
 def test_an_abort_of_the_client_crosses_the_acknowledgement(
     pair: ConnectionPair, ahead: int, make_offer: MakeOffer
 ) -> None:
-    pair.client.commit(ahead, make_offer(), now=pair.now)
+    pair.client.commit(ahead, commit_like(make_offer()), now=pair.now)
     pair.settle()
     pair.take("server")
     pair.server.acknowledge(ahead, now=pair.now)
@@ -327,8 +327,8 @@ def test_calls_out_of_turn_raise_and_send_nothing(
 ) -> None:
     offer = make_offer()
     early: list[Callable[[], object]] = [
-        lambda: pair.client.commit(reserved, offer, now=0),
-        lambda: pair.client.commit(999, offer, now=0),
+        lambda: pair.client.commit(reserved, commit_like(offer), now=0),
+        lambda: pair.client.commit(999, commit_like(offer), now=0),
         lambda: pair.client.quiet(reserved, now=0),
         lambda: pair.server.publish(reserved, make_published(), now=0),
         lambda: pair.server.acknowledge(reserved, now=0),
@@ -347,8 +347,8 @@ def test_calls_out_of_turn_raise_and_send_nothing(
         lambda: pair.client.data_end(reserved, 0, now=0),
         lambda: pair.client.tensor_data(reserved, 0, 0, b"x", now=0),
         lambda: pair.client.read_end(reserved, now=0),
-        lambda: pair.client.commit(offered, offer, now=0),
-        lambda: pair.client.commit(fetched, offer, now=0),
+        lambda: pair.client.commit(offered, commit_like(offer), now=0),
+        lambda: pair.client.commit(fetched, commit_like(offer), now=0),
         lambda: pair.server.grant(reserved, grant, now=0),
         lambda: pair.server.refuse(reserved, GeometryError("late"), now=0),
         lambda: pair.server.acknowledge(reserved, now=0),
@@ -356,31 +356,11 @@ def test_calls_out_of_turn_raise_and_send_nothing(
     for call in wrong:
         with pytest.raises(LocalProtocolError):
             call()
-    assert pair.client.commit(reserved, offer, now=0)
+    assert pair.client.commit(reserved, commit_like(offer), now=0)
     pair.settle()
     with pytest.raises(LocalProtocolError, match="committed before"):
-        pair.client.commit(reserved, offer, now=0)
+        pair.client.commit(reserved, commit_like(offer), now=0)
     assert pair.client.data_to_send() == pair.server.data_to_send() == b""
-
-
-@pytest.mark.parametrize("changes", [{"generation": 4}, {"pool_id": 8}])
-def test_a_commit_for_another_pool_is_not_said_and_not_believed(
-    changes: dict[str, int], pair: ConnectionPair, ahead: int, make_offer: MakeOffer
-) -> None:
-    wrong = make_offer(**changes)
-    with pytest.raises(StaleGenerationError, match="pages of pool 7 at generation 3 were reserved"):
-        pair.client.commit(ahead, wrong, now=pair.now)
-    assert pair.client.data_to_send() == b""
-    pair.server_events += pair.server.receive(encode(Commit(wrong), ahead), pair.now)  # A client that does not look.
-    (failed,) = pair.take("server")
-    assert isinstance(failed, TransferFailed)
-    assert isinstance(failed.error, StaleGenerationError)
-    assert failed.granted
-    pair.settle()
-    assert kinds(pair.take("client")) == [AbortRequested]
-    pair.client.quiet(ahead, now=pair.now)
-    pair.settle()
-    assert pair.take("server") == [Quiesced(ahead)]
 
 
 def test_a_commit_above_the_peers_maximum_leaves_the_reservation(
@@ -389,9 +369,9 @@ def test_a_commit_above_the_peers_maximum_leaves_the_reservation(
     pair.client._peer_max_nbytes = 65536
     large = make_offer(block_table=np.zeros(20_000, np.uint32), seq_ptr=[0, 20_000], seq_lens=[80_000])
     with pytest.raises(ConfigError, match="65536"):
-        pair.client.commit(ahead, large, now=pair.now)
+        pair.client.commit(ahead, commit_like(large), now=pair.now)
     assert pair.client.data_to_send() == b""
-    assert pair.client.commit(ahead, make_offer(), now=pair.now)
+    assert pair.client.commit(ahead, commit_like(make_offer()), now=pair.now)
 
 
 # Late messages, and a peer that breaks the rules.
@@ -437,7 +417,7 @@ def test_a_wrong_message_fails_the_reservation_and_leaves_the_session(
 def test_a_commit_before_the_grant_ends_the_reservation(
     pair: ConnectionPair, reserved: int, grant: Grant, make_offer: MakeOffer
 ) -> None:
-    pair.server_events += pair.server.receive(encode(Commit(make_offer()), reserved), pair.now)
+    pair.server_events += pair.server.receive(encode(commit_like(make_offer()), reserved), pair.now)
     (failed,) = pair.take("server")
     assert isinstance(failed, TransferFailed)
     assert isinstance(failed.error, ProtocolError)
@@ -454,7 +434,7 @@ def test_a_commit_on_another_kind_of_transfer_fails_it(
     kind: str, pair: ConnectionPair, make_offer: MakeOffer, request: pytest.FixtureRequest
 ) -> None:
     transfer_id = request.getfixturevalue({"push": "granted", "pull": "published"}[kind])
-    pair.server_events += pair.server.receive(encode(Commit(make_offer()), transfer_id), pair.now)
+    pair.server_events += pair.server.receive(encode(commit_like(make_offer()), transfer_id), pair.now)
     (failed,) = pair.take("server")
     assert isinstance(failed, TransferFailed)
     assert isinstance(failed.error, ProtocolError)
@@ -463,7 +443,7 @@ def test_a_commit_on_another_kind_of_transfer_fails_it(
 
 
 def test_a_commit_that_belongs_to_nothing_is_answered(pair: ConnectionPair, make_offer: MakeOffer) -> None:
-    assert pair.server.receive(encode(Commit(make_offer()), 50), pair.now) == []
+    assert pair.server.receive(encode(commit_like(make_offer()), 50), pair.now) == []
     assert said(pair.server.data_to_send()) == [(50, ErrorMessage)]
 
 
@@ -494,7 +474,7 @@ def test_a_lost_connection_fails_reservations_on_both_sides(
         assert (first.transfer_id, first.granted) == (ahead, True)
         assert (second.transfer_id, second.granted) == (waiting, False)
         assert isinstance(closed, SessionClosed)
-    assert not pair.client.commit(ahead, make_offer(), now=pair.now)
+    assert not pair.client.commit(ahead, commit_like(make_offer()), now=pair.now)
     assert not pair.server.grant(waiting, grant, now=pair.now)
     assert not pair.server.acknowledge(ahead, now=pair.now)
 
@@ -510,7 +490,7 @@ def test_pushes_and_fetches_go_on_beside_reservations(
     assert kinds(pair.take("client")) == [Granted]
     pair.client.data_end(offered, 0, now=pair.now)
     pair.client.read_end(published, now=pair.now)
-    pair.client.commit(ahead, make_offer(), now=pair.now)
+    pair.client.commit(ahead, commit_like(make_offer()), now=pair.now)
     pair.settle()
     pair.take("server")
     for transfer_id in (ahead, offered, published):

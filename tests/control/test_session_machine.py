@@ -45,7 +45,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.control.codes import ErrorCode
 from hurray_rdma.errors import PoolExhaustedError
-from hurray_rdma.testing.pair import ConnectionPair, Side
+from hurray_rdma.testing.pair import ConnectionPair, Side, commit_like
 
 NUM_DESCRIPTORS = 3
 DESCRIPTOR = b"HRRY\x01\x00" + (20).to_bytes(4, "little") + bytes(10)
@@ -328,7 +328,7 @@ class SessionMachine(RuleBasedStateMachine):
         if sent.request is Fetched:
             assert client.read_end(transfer_id, now=now) == (not sent.quiet_owed)
         elif sent.request is Reserved:
-            commit = Offer(key="k", deadline_s=1, **SNAPSHOT)  # type: ignore[arg-type]
+            commit = commit_like(Offer(key="k", deadline_s=1, **SNAPSHOT))  # type: ignore[arg-type]
             assert client.commit(transfer_id, commit, now=now) == (not sent.quiet_owed)
         else:
             ending = [index for index in order if index in sent.to_end]

@@ -27,7 +27,7 @@ from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, R
 from hurray_rdma.control.outbox import MAX_REPLIES_NBYTES
 from hurray_rdma.control.pools import Pool, PoolRegion
 from hurray_rdma.errors import GeometryError, PeerLostError, ProtocolError
-from hurray_rdma.testing.pair import ConnectionPair
+from hurray_rdma.testing.pair import ConnectionPair, commit_like
 
 MakeOffer = Callable[..., Offer]
 LAST_WORDS_NBYTES = 12 + 8 + 4000
@@ -174,7 +174,7 @@ def test_ends_and_commits_are_not_repeated_while_they_are_unsent(
     reserve = Reserve(pool_id=7, generation=3, num_pages=3, deadline_s=10.0)
     ahead = pair.client.reserve(reserve, now=pair.now, timeout_s=10)
     assert [type(event) for event in pair.client.receive(encode(grant, ahead), pair.now)] == [Granted]
-    assert pair.client.commit(ahead, make_offer(), now=pair.now)
+    assert pair.client.commit(ahead, commit_like(make_offer()), now=pair.now)
 
     def wait(seconds: float) -> None:
         for _ in range(round(seconds / 0.1)):

@@ -191,7 +191,9 @@ def test_whatever_happens_to_a_message_a_snapshot_arrives_at_most_once(
                     except HurrayError:
                         assert action in MAY_FAIL
                 assert rule.fired
-                assert len(done) >= 11  # the one that the fault hit may have failed, and no other
+                # The one that the fault hit may have failed; where bytes were lost, the one after it, too: the first
+                # answer fills the gap, and the next one is found to be out of place.
+                assert len(done) >= (10 if action is Action.TRUNCATE else 11)
                 arrived: list[tuple[str, str]] = []
                 while "11" not in dict(arrived):
                     arrived.append(await hear(child))

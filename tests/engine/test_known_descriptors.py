@@ -68,17 +68,17 @@ def test_a_sender_of_the_same_cache_is_known(
     offers: dict[str, Offer], name: str, dest: CacheSpec, dialect: Dialect
 ) -> None:
     quick, whole = told(offers[name], dest, dialect)
-    assert quick == whole == compat._Source(SPEC, 16, DeviceTag.CPU)
+    assert quick == whole == compat.Source(SPEC, 16, DeviceTag.CPU)
 
 
 def test_scales_are_part_of_what_is_known(offers: dict[str, Offer]) -> None:
     quick, whole = told(offers["scaled"], SCALED, Dialect.ADR_024)
-    assert quick == whole == compat._Source(SCALED, 16, DeviceTag.CPU)
+    assert quick == whole == compat.Source(SCALED, 16, DeviceTag.CPU)
 
 
 def test_no_sequence_is_known_too(offers: dict[str, Offer]) -> None:
     quick, whole = told(offers["none"], SPEC, Dialect.ADR_024)
-    assert quick == whole == compat._Source(SPEC, 16, DeviceTag.CPU)
+    assert quick == whole == compat.Source(SPEC, 16, DeviceTag.CPU)
 
 
 def test_the_other_dialect_is_left_to_who_says_what_is_wrong(offers: dict[str, Offer]) -> None:
@@ -162,7 +162,7 @@ def test_what_is_remembered_is_bounded(offers: dict[str, Offer]) -> None:
             data[start + 56 : start + 64] = num_pages.to_bytes(8, "little")
             data[start + 85 : start + 93] = (num_pages * 4 * 2 * 8 * 2).to_bytes(8, "little")
         quick = compat._known_source(changed(offers["one"], descriptors=bytes(data)), SPEC, Dialect.ADR_024)
-        assert quick == compat._Source(SPEC, num_pages, DeviceTag.CPU)
+        assert quick == compat.Source(SPEC, num_pages, DeviceTag.CPU)
     assert compat._looked_at.cache_info().currsize == 64
 
 
