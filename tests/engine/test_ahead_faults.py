@@ -197,11 +197,11 @@ def test_whatever_happens_to_a_message_a_snapshot_arrives_at_most_once(
                 arrived: list[tuple[str, str]] = []
                 while "11" not in dict(arrived):
                     arrived.append(await hear(child))
-                # Where the connection was lost before anything had been sent, a first arrival came to nothing.
-                whole = [(key, what) for key, what in arrived if action not in MAY_FAIL or what != "PeerLostError"]
+                # Where the connection was lost before all was sent, or the sender gave up, an arrival came to nothing.
+                whole = [each for each in arrived if action not in MAY_FAIL or not each[1].endswith("Error")]
                 times = Counter(key for key, _ in whole)
                 assert set(times.values()) == {1}
-                assert done <= set(times)
+                assert done <= set(times) if action not in MAY_FAIL else done <= {key for key, _ in whole}
                 assert all(what == sent[key] for key, what in whole)
                 assert sum(engine.stats().send.failures.values()) == 12 - len(done)
             await eventually(lambda: all_free(child))
