@@ -65,8 +65,8 @@ def test_tables_of_offers_that_wait_are_bounded_in_bytes(monkeypatch: pytest.Mon
     async def job() -> None:
         with make_pool(SPEC, 512) as pool, make_pool(SPEC, 512) as source:
             small, large = snapshot_of(source, [1]), snapshot_of(source, list(range(400)))
-            # What is made of the tables is kept beside them: at most 6 more numbers a page, and 2 a sequence.
-            bound = sum(len(each.encode_descriptors()) + 28 * len(each.block_table) + 64 for each in (small, large))
+            # What is made of the tables is kept beside them: 2 more numbers a page, and 2 a sequence.
+            bound = sum(len(each.encode_descriptors()) + 12 * len(each.block_table) + 64 for each in (small, large))
             monkeypatch.setattr(offer_queue, "_MAX_WAITING_NBYTES", bound)
             async with (
                 Engine(pool, listen="127.0.0.1:0", timeout_s=10) as engine,

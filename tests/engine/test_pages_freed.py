@@ -8,22 +8,29 @@ import threading
 import pytest
 
 from hurray_rdma import Engine
+from hurray_rdma.engine.nudge import Nudge
 from tests.hazards.scenes import SPEC, counts, eventually, fill, make_pool, run, snapshot_of
 
 NUM_PAGES = 300
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What other threads, or an allocator's watchers, have the running loop call from now on."""
+    """What an allocator's watchers, on whatever thread, have the running loop call from now on."""
     calls: list[object] = []
     loop = asyncio.get_running_loop()
-    call_soon_threadsafe = loop.call_soon_threadsafe
 
-    def counted(callback: object, *args: object, **more: object) -> asyncio.Handle:
-        calls.append(callback)
-        return call_soon_threadsafe(callback, *args, **more)  # type: ignore[arg-type]
+    def count(name: str) -> None:
+        call = getattr(loop, name)
 
-    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        def counted(callback: object, *args: object, **more: object) -> asyncio.Handle:
+            if isinstance(getattr(callback, "__self__", None), Nudge):
+                calls.append(callback)
+            return call(callback, *args, **more)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(loop, name, counted)
+
+    count("call_soon")
+    count("call_soon_threadsafe")
     return calls
 
 
