@@ -114,7 +114,7 @@ def fragment(allocator: PageAllocator, case: Case) -> None:
     if case.pattern is Pattern.FRAGMENTED:
         free = _in_runs(rng, case)
     else:
-        free = rng.permutation(case.pool_pages)[: case.num_pages].astype(np.uint32)
+        free = rng.permutation(case.pool_pages)[: case.num_pages + case.ahead_pages].astype(np.uint32)
     taken = np.ones(case.pool_pages, bool)
     taken[free] = False
     everything = allocator.lease(case.pool_pages)
