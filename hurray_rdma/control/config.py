@@ -27,7 +27,7 @@ DIALECT_TAGS: dict[str, int] = {"adr-024": 0x0B, "hurray-0.2": 0x0A}
 
 
 PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/8")
-"""Layout entry of a HELLO that says: I speak the private messages, in the seventh version of their layout.
+"""Layout entry of a HELLO that says: I speak the private messages, in the eighth version of their layout.
 
 Both sides must name the same one. It goes up whenever a private message changes: what it carries, how that lies in
 bytes, or what follows from it."""

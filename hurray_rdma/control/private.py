@@ -352,7 +352,8 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
 
 
 def _le(array: Uint32Array) -> memoryview:
-    # Always contiguous: the constructors see to it. MessagePack takes its bytes, whatever its elements are.
+    # Always contiguous: the constructors see to it, or who makes a COMMIT. MessagePack takes its bytes, whatever its
+    # elements are.
     return (array if _UINT32_LE.isnative else array.astype(_UINT32_LE)).data
 
 

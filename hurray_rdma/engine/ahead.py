@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
 from hurray_rdma.control import Grant, Reserve
@@ -42,9 +43,11 @@ _SILENT_HEARTBEATS = 4
 
 @dataclass(slots=True, eq=False)
 class _PoolPair:
-    """A pool here and the peer's that takes its snapshots: what is the same for each of them is found once."""
+    """A pool here and the peer's that takes its snapshots: what is the same for each of them is found once.
 
-    source: PagePool
+    It does not hold the one here: whoever lets go of it wants its memory back.
+    """
+
     remote: RemotePool
     form: DescriptorForm
     whole: WholePages | None
@@ -113,18 +116,18 @@ class _AheadGrant(Exchange[Grant]):
         """
         self._key, self._timeout_s = key, timeout_s
         self._started, self._deadline = started, started + timeout_s
-        lease = retain(snapshot)
+        source, lease = snapshot.pool, retain(snapshot)
         try:
             page_ids = self._answer.result().page_ids[: page_map.num_pages]
             work: Callable[[], Moves]
             if pair.whole is not None and not zero_tails:
                 nbytes = page_map.num_pages * pair.whole.page_nbytes
-                work = partial(self._copy, pair.source, pair.whole.plan(page_map.src_page_ids, page_ids))
+                work = partial(self._copy, source, pair.whole.plan(page_map.src_page_ids, page_ids))
             else:
-                plan = plan_transfer(pair.source.layout, self._remote.layout, page_map, page_ids, zero_tails=zero_tails)
-                nbytes, mover = plan.nbytes, self._mover_of(pair.source, plan)
-                work = partial(mover.move, pair.source.spec.layer_indices, lambda _: None)
-            await self._move(pair.source, work, nbytes)
+                plan = plan_transfer(source.layout, self._remote.layout, page_map, page_ids, zero_tails=zero_tails)
+                nbytes, mover = plan.nbytes, self._mover_of(source, plan)
+                work = partial(mover.move, source.spec.layer_indices, lambda _: None)
+            await self._move(source, work, nbytes)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             commit = commit_of(snapshot, key, descriptors=pair.form.encode(snapshot.counts()))
@@ -193,7 +196,7 @@ class AheadGrants:
         self._tally = tally
         self._grants: dict[tuple[int, str], list[_AheadGrant]] = {}
         """By the peer's pool, and the device of the pages that go there."""
-        self._pairs: dict[tuple[PagePool, str | None], _PoolPair] = {}
+        self._pairs: WeakKeyDictionary[PagePool, dict[str | None, _PoolPair]] = WeakKeyDictionary()
         """By the pool here, and the name of the peer's that is asked for."""
         self._ask_from: dict[int, float] = {}
 
@@ -250,9 +253,9 @@ class AheadGrants:
 
     def _pair(self, source: PagePool, name: str | None) -> _PoolPair | None:
         """None if snapshots of the pool cannot be sent this way: the usual way says why, if no way can."""
-        pair = self._pairs.get((source, name))
-        if pair is not None and not source.closed:
-            return pair
+        pairs = self._pairs.get(source)
+        if pairs is not None and name in pairs and not source.closed:
+            return pairs[name]
         spec = source.spec
         try:
             layout, remote = source.layout, self._route.pool_for(spec, name, device=source.device)
@@ -262,11 +265,8 @@ class AheadGrants:
             check_pair(spec, dest)
         except HurrayError:
             return None
-        for closed in [key for key in self._pairs if key[0].closed]:
-            del self._pairs[closed]
         mapped = remote.path == Path.MAPPED.value
-        pair = self._pairs[source, name] = _PoolPair(
-            source,
+        pair = self._pairs.setdefault(source, {})[name] = _PoolPair(
             remote,
             descriptor_form(source, dialect=self._route.dialect()),
             WholePages.between(layout, remote.layout) if mapped else None,

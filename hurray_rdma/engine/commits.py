@@ -10,15 +10,12 @@ from typing import NamedTuple
 
 from hurray_rdma.cache import CacheSpec
 from hurray_rdma.control import Commit, Reserve
-from hurray_rdma.engine.compat import Source, counts_beside, source_of
+from hurray_rdma.engine.compat import MAX_KNOWN_NBYTES, Source, counts_beside, source_of
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.format import DescriptorForm, Dialect, counts_of
+from hurray_rdma.format import DescriptorForm, Dialect, counts_of, descriptor_length
 from hurray_rdma.plan import PageMap, common_heads
 
 __all__ = ["Commits"]
-
-_MAX_KNOWN_NBYTES = 1024
-"""Of a descriptor that is remembered; an ordinary one has 133."""
 
 
 class _Known(NamedTuple):
@@ -63,7 +60,7 @@ class Commits:
         if (heads := common_heads(source.spec, self._dest)) != self._dest.heads:
             raise GeometryError(f"pages granted ahead are for {self._dest.heads}", field="heads", value=heads)
         first = told.descriptors[: len(told.descriptors) // told.num_descriptors]
-        if len(first) <= _MAX_KNOWN_NBYTES and counts_of(first) is not None:
+        if len(first) <= MAX_KNOWN_NBYTES and counts_of(first) is not None and descriptor_length(first) == len(first):
             form = DescriptorForm(first, self._dest.tensor_marks)
             known = _Known(form, told.order, told.head_offset, told.total_heads, source)
             self._known = known if _is_of(known, commit) else None

@@ -50,6 +50,7 @@ from hurray_rdma.plan import PageMap, check_pair, map_pages
 from hurray_rdma.transport import Context
 
 __all__ = [
+    "MAX_KNOWN_NBYTES",
     "Source",
     "announced_layout",
     "announcement",
@@ -245,7 +246,7 @@ def counts_beside(told: SnapshotFields | Commit) -> Counts:
 
 
 _ANY_COUNTS = Counts.of(total_tokens=1, num_seqs=1, block_table_length=1)
-_MAX_KNOWN_NBYTES = 1024
+MAX_KNOWN_NBYTES = 1024
 """Of a descriptor that is remembered; an ordinary one has 133."""
 
 
@@ -254,7 +255,7 @@ def _known_source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> So
     layer, and count what the tables have. The rest of such bytes is looked at once. None: it is not that, or wrong."""
     num_tensors, data = len(dest.tensor_marks), told.descriptors
     nbytes = len(data) // num_tensors
-    if told.num_descriptors != num_tensors or nbytes > _MAX_KNOWN_NBYTES or nbytes * num_tensors != len(data):
+    if told.num_descriptors != num_tensors or nbytes > MAX_KNOWN_NBYTES or nbytes * num_tensors != len(data):
         return None
     first = data[:nbytes]
     counts = counts_of(first)

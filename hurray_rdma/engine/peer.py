@@ -219,9 +219,12 @@ class Peer:
             raise
         if ready and page_keys is None and connection is not None and not connection.lost:
             await connection.open_pools(started + budget_s)
-            stats = await connection.ahead.send(snapshot, name, pool=pool, zero_tails=zero_tails, timeout_s=budget_s)
-            if stats is not None:
-                return stats
+            if not connection.lost:  # meanwhile
+                stats = await connection.ahead.send(
+                    snapshot, name, pool=pool, zero_tails=zero_tails, timeout_s=budget_s
+                )
+                if stats is not None:
+                    return stats
         async with self.begin(
             snapshot,
             key=name,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -58,14 +60,17 @@ def test_pages_granted_ahead_are_used_from_each_device(monkeypatch: pytest.Monke
     async def job() -> None:
         monkeypatch.setattr(routes.Connection, "pool_for", seen_from)
         async with receiving(ahead_pages=64) as (engine, _, taking):
-            with make_pool(SPEC, 64) as pool:
-                fill(pool, 1)
-                async with sending(engine.address, pool) as (_, peer, traffic):
+            with make_pool(SPEC, 8) as own:
+                async with sending(engine.address, own) as (_, peer, traffic):
                     for device in ("cuda:0", "cuda:1", "cpu"):
                         devices[0] = device
-                        await until_granted_ahead(peer, snapshot_of(pool, [3, 1]), traffic)
-                    assert traffic["RESERVE"] <= 2 * 3 * 2
-                    assert {outcome for _, outcome in taking.taken} == {digest(snapshot_of(pool, [3, 1]))}
+                        with make_pool(SPEC, 64) as pool:
+                            fill(pool, 1)
+                            before = traffic["RESERVE"]
+                            await until_granted_ahead(peer, snapshot_of(pool, [3, 1]), traffic)
+                            assert 0 < traffic["RESERVE"] - before <= 2 * 2
+                            expected = {digest(snapshot_of(pool, [3, 1]))}
+                    assert {outcome for _, outcome in taking.taken} == expected
 
     run(job())
 
@@ -127,6 +132,50 @@ def test_nothing_is_committed_over_a_session_that_looks_dead() -> None:
                     assert traffic["OFFER"] == before["OFFER"] + 1
                     await until_granted_ahead(peer, sent, traffic)
                     assert "after silence" in dict(taking.taken)
+
+    run(job())
+
+
+def test_a_connection_that_is_lost_while_pools_are_opened_costs_the_send_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def job() -> None:
+        async with receiving(lease_s=0.4) as (engine, receiving_pool, taking):
+            with make_pool(SPEC, 8) as pool:
+                async with sending(engine.address, pool) as (_, peer, traffic):
+                    sent = snapshot_of(pool, [1])
+                    await until_granted_ahead(peer, sent, traffic)
+                    await settled(receiving_pool, NUM_PAGES, 0, 0)  # none is held ready: it would be asked for
+                    opened, lost = routes.Connection.open_pools, []
+
+                    async def slow(route: routes.Connection, deadline: float) -> None:
+                        if not lost:
+                            lost.append(route)
+                            route._channel.abort()  # type: ignore[union-attr]
+                        await opened(route, deadline)
+
+                    monkeypatch.setattr(routes.Connection, "open_pools", slow)
+                    await peer.send(sent, key="later")
+                    assert lost
+                    await eventually(lambda: "later" in dict(taking.taken))
+
+    run(job())
+
+
+def test_a_peer_keeps_no_pool_whose_snapshots_it_has_sent() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, _, taking):
+            with make_pool(SPEC, 8) as own:
+                async with sending(engine.address, own) as (_, peer, traffic):
+                    pool = make_pool(SPEC, 8)
+                    await until_granted_ahead(peer, snapshot_of(pool, [1]), traffic)
+                    pool.close()
+                    gone = weakref.ref(pool)
+                    del pool
+                    gc.collect()
+                    assert gone() is None
+                    await until_granted_ahead(peer, snapshot_of(own, [1]), traffic)
+                    taking.check()
 
     run(job())
 
