@@ -342,8 +342,8 @@ class Commit:
     """COMMIT (0xF9): the pages granted ahead, the first ones in the order both sides derive from the table, hold this
     whole snapshot; the rest are the server's again. Pool, generation, lane and path are those of the RESERVE.
 
-    What a small transfer waits for is how long this takes: so it is not frozen, and only its key is looked at. Its arrays
-    must be contiguous; `of_pool` holds it to all rules, for those who cannot tell by other means that it keeps them.
+    What a small transfer waits for is how long this takes: so it is not frozen, and only its key is looked at. Its
+    arrays must be contiguous; `of_pool` holds it to all rules, for who cannot tell by other means that it keeps them.
 
     Raises:
         ConfigError: ``key`` is too long.
