@@ -58,6 +58,8 @@ _TICKET_S = 10.0
 _MAX_PORTS = 8
 """Tried until one is free on all hosts."""
 _KEEP_S = 20
+_UNPACED = b"reno"
+"""Congestion control that every Linux has and lets everybody use, unless it was told not to."""
 _MAX_UNKNOWN = 64
 """Connections that may be about to show their ticket; the oldest is cut for a new one."""
 _SHORT_S = 0.02
@@ -146,7 +148,7 @@ class PageStream:
         """Moves a plan to the other side, or (``get``) from there; returns the bytes moved when all are in place.
 
         The local memory is free when it returns or raises, and nothing is written into it any more. What the other side
-        has not taken by then it takes only while it permits that.
+        has not taken by then it takes only while it permits that, maybe as the memory is by then (page_lending.h).
 
         Args:
             local_address: first byte of this side's region.
@@ -399,6 +401,10 @@ def _prepare(connection: socket.socket) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
     ):
         connection.setsockopt(level, name, value)
+    if connection.getpeername()[0] == connection.getsockname()[0]:
+        # On one machine there is no path to probe: an algorithm that paces (bbr) is a timer for every few segments.
+        with contextlib.suppress(OSError):  # it may be forbidden, and another is as right
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
 
 
 def _read(connection: socket.socket, nbytes: int, deadline: float) -> bytes:

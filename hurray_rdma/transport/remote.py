@@ -247,8 +247,8 @@ class RemoteMemory:
                         self._learn(local.device, first_nbytes, description)
                 elif path is Path.STREAM:
                     assert self._stream is not None
-                    # When it fails it is not in doubt: nothing is read here any more, nor written; and there the
-                    # peer's own threads write, and no longer than it permits.
+                    # When it fails it is not in doubt: nothing is written here any more; and there the peer's own
+                    # threads write, and no longer than it permits.
                     nbytes = self._stream.move(
                         memory.address,
                         transfer_id=transfer_id,

@@ -364,6 +364,15 @@ def test_any_plan_arrives(lengths: list[int], seed: int, get: bool, ordered: boo
         assert np.array_equal(here[mine : mine + length], there[theirs : theirs + length])
 
 
+def test_on_one_machine_no_timers_pace_the_pages() -> None:
+    with open("/proc/sys/net/ipv4/tcp_allowed_congestion_control") as allowed:
+        if "reno" not in allowed.read().split():
+            pytest.skip("reno is not for everybody here")
+    with both_ends() as (stream, _, _):
+        name = stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert name.rstrip(b"\0") == b"reno"
+
+
 def test_a_ticket_is_good_once_and_no_other_is_good() -> None:
     listener = PageStreamListener(["127.0.0.1"], on_end=lambda *_: None)
     try:

@@ -1,3 +1,4 @@
+#include "page_lending.h"
 #include "page_stream_socket.h"
 #include "page_streams.h"
 
@@ -69,7 +70,9 @@ typedef struct {
     hurray_piece_t pieces[HURRAY_PARCEL_PIECES];
     struct iovec iov[HURRAY_PARCEL_PIECES + 2];
     struct iovec *out;
-    size_t num_out; /* 0: no parcel is under way */
+    size_t num_out;
+    hurray_lending_t lending;
+    int lends;               /* the pages of this parcel */
 
     cursor_t starts[WINDOW]; /* of the parcels that are outstanding, by their numbers */
     uint64_t sizes[WINDOW];
@@ -83,6 +86,11 @@ typedef struct {
     size_t num_in;           /* 0: no pages are coming */
     int in_begun;            /* the pages of this parcel have come: the answer that follows is the second */
 } moving_t;
+
+static int is_sending(const moving_t *moving)
+{
+    return moving->num_out > 0 || moving->lending.nbytes > 0;
+}
 
 static void begin_parcel(moving_t *moving, const plan_t *plan, cursor_t *cursor, int get, uint32_t transfer_id,
                         uint32_t region)
@@ -106,23 +114,30 @@ static void begin_parcel(moving_t *moving, const plan_t *plan, cursor_t *cursor,
     };
     moving->out = moving->iov;
     moving->num_out = get ? 2 : 2 + num_iov;
+    moving->lends = !get && hurray_lending_suits(&moving->lending, moving->iov + 2, num_iov, moving->parcel.nbytes);
     moving->sent++;
 }
 
 /* 1: something was sent; 0: not now; -1: the connection is lost. */
 static int send_some(int fd, moving_t *moving)
 {
+    struct iovec *pages = moving->iov + 2;
     ssize_t sent;
 
-    if (moving->num_out == 0) {
+    if (!is_sending(moving)) {
         return 0;
     }
-    sent = hurray_send(fd, moving->out, moving->num_out);
-    if (sent < 0) {
-        return hurray_would_block() ? 0 : -1;
+    if (moving->lends && moving->out >= pages) {
+        sent = hurray_lending_send(&moving->lending, fd, &moving->out, &moving->num_out);
+    } else {
+        size_t count = moving->lends ? (size_t)(pages - moving->out) : moving->num_out;
+
+        sent = hurray_send(fd, moving->out, count, moving->lends);
+        if (sent > 0) {
+            hurray_advance(&moving->out, &moving->num_out, (size_t)sent);
+        }
     }
-    hurray_advance(&moving->out, &moving->num_out, (size_t)sent);
-    return 1;
+    return sent >= 0 ? 1 : hurray_would_block() ? 0 : -1;
 }
 
 /* An answer is whole. Sets `refused` where it is not OK; returns -1 where it makes no sense. */
@@ -140,7 +155,7 @@ static int hear(moving_t *moving, const plan_t *plan, int get, hurray_stream_sta
     if (moving->answer.seq != moving->done || status > HURRAY_STREAM_ENDED) {
         return -1;
     }
-    if (moving->num_out > 0 && moving->done + 1 == moving->sent) {
+    if (is_sending(moving) && moving->done + 1 == moving->sent) {
         return -1; /* the parcel that it answers is still being sent */
     }
     if (get && status == HURRAY_STREAM_OK && !moving->in_begun) {
@@ -192,6 +207,16 @@ static int receive_some(int fd, moving_t *moving, const plan_t *plan, int get, h
     return 1;
 }
 
+static uint64_t total(const struct iovec *iov, size_t count)
+{
+    uint64_t nbytes = 0;
+
+    for (size_t i = 0; i < count; i++) {
+        nbytes += iov[i].iov_len;
+    }
+    return nbytes;
+}
+
 /* Why the other end has closed the connection may be there to be read, although nothing can be sent any more. */
 static int last_words(int fd, moving_t *moving, const plan_t *plan, int get, hurray_stream_status_t *refused,
                       uint64_t *nbytes)
@@ -221,8 +246,9 @@ hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint
         outcome.intact = 1;
         return outcome;
     }
+    moving->lending = hurray_lending_begin();
     for (;;) {
-        int idle = moving->num_out == 0 && moving->done == moving->sent, sent, came;
+        int idle = !is_sending(moving) && moving->done == moving->sent, sent, came;
         uint64_t now = hurray_now_ns();
 
         if (idle && (cursor.index == count || refused != HURRAY_STREAM_OK)) {
@@ -241,7 +267,7 @@ hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint
                 outcome.intact = idle;
                 break;
             }
-        } else if (moving->num_out == 0 && cursor.index < count && moving->sent - moving->done < WINDOW) {
+        } else if (!is_sending(moving) && cursor.index < count && moving->sent - moving->done < WINDOW) {
             begin_parcel(moving, &plan, &cursor, get, transfer_id, region);
         }
         sent = send_some(fd, moving);
@@ -255,8 +281,10 @@ hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint
             outcome.status = came == -2 ? HURRAY_STREAM_BROKEN : HURRAY_STREAM_LOST;
             break;
         }
-        if (sent == 0 && came == 0) {
-            hurray_wait_for(fd, (moving->num_out > 0 ? POLLOUT : 0) | (moving->done != moving->sent ? POLLIN : 0),
+        if (sent == 0 && came == 0 && moving->num_in > 0 && !is_sending(moving)) {
+            hurray_wait_for_bytes(fd, total(moving->in, moving->num_in), HURRAY_LOOK_MS);
+        } else if (sent == 0 && came == 0) {
+            hurray_wait_for(fd, (is_sending(moving) ? POLLOUT : 0) | (moving->done != moving->sent ? POLLIN : 0),
                             HURRAY_LOOK_MS);
         } else if (cut_ns != UINT64_MAX) {
             cut_ns = now + DRAIN_NS;
@@ -264,6 +292,10 @@ hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint
     }
     if (outcome.status == HURRAY_STREAM_OK) {
         outcome.status = refused;
+    }
+    if (!hurray_lending_end(&moving->lending, fd, outcome.intact) && outcome.intact) { /* answered, and not taken */
+        outcome.status = HURRAY_STREAM_BROKEN;
+        outcome.intact = 0;
     }
     free(moving);
     return outcome;

@@ -37,7 +37,7 @@ static int give(int fd, const void *buffer, size_t nbytes)
     struct iovec iov = {.iov_base = (void *)buffer, .iov_len = nbytes};
 
     while (iov.iov_len > 0) {
-        ssize_t done = hurray_send(fd, &iov, 1);
+        ssize_t done = hurray_send(fd, &iov, 1, 0);
 
         if (done >= 0) {
             iov.iov_base = (char *)iov.iov_base + done;
@@ -91,7 +91,7 @@ static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, cons
         if (!hurray_permits_enter(permits, parcel->transfer_id, serial)) {
             return pass(fd, send, left) == 0 ? HURRAY_STREAM_ENDED : HURRAY_STREAM_LOST;
         }
-        done = send ? hurray_send(fd, iov, count) : hurray_receive(fd, iov, count);
+        done = send ? hurray_send(fd, iov, count, 0) : hurray_receive(fd, iov, count);
         error = errno;
         hurray_permits_leave(permits);
         errno = error;
@@ -99,7 +99,11 @@ static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, cons
             left -= (uint64_t)done;
             hurray_advance(&iov, &count, (size_t)done);
         } else if (done < 0 && hurray_would_block()) {
-            hurray_wait_for(fd, send ? POLLOUT : POLLIN, -1);
+            if (send) {
+                hurray_wait_for(fd, POLLOUT, -1);
+            } else {
+                hurray_wait_for_bytes(fd, left, -1);
+            }
         } else {
             return HURRAY_STREAM_LOST;
         }
@@ -135,7 +139,7 @@ static void farewell(int fd, uint32_t seq, hurray_stream_status_t status)
     uint64_t until = hurray_now_ns() + FAREWELL_NS;
     char scratch[SCRATCH_NBYTES];
 
-    if (hurray_send(fd, &iov, 1) != (ssize_t)sizeof(said) || shutdown(fd, SHUT_WR) != 0) {
+    if (hurray_send(fd, &iov, 1, 0) != (ssize_t)sizeof(said) || shutdown(fd, SHUT_WR) != 0) {
         return;
     }
     while (hurray_now_ns() < until) {

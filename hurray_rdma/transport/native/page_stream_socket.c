@@ -6,6 +6,10 @@
 #include <sys/socket.h>
 #include <time.h>
 
+/* What is worth to be woken for, and what is so little that the next call has it. */
+#define WAKE_NBYTES (256 << 10)
+#define LEAST_NBYTES (64u << 10)
+
 uint64_t hurray_now_ns(void)
 {
     struct timespec t;
@@ -24,13 +28,25 @@ void hurray_wait_for(int fd, short events, int timeout_ms)
     (void)poll(&event, 1, timeout_ms); /* an interrupted sleep is as good as a finished one */
 }
 
-ssize_t hurray_send(int fd, struct iovec *iov, size_t count)
+void hurray_wait_for_bytes(int fd, uint64_t nbytes, int timeout_ms)
+{
+    int least = nbytes < WAKE_NBYTES ? (int)nbytes : WAKE_NBYTES, one = 1;
+
+    if (nbytes < LEAST_NBYTES || setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof(least)) != 0) {
+        hurray_wait_for(fd, POLLIN, timeout_ms);
+        return;
+    }
+    hurray_wait_for(fd, POLLIN, timeout_ms); /* also where the buffer is full before */
+    (void)setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof(one));
+}
+
+ssize_t hurray_send(int fd, struct iovec *iov, size_t count, int more)
 {
     struct msghdr message = {.msg_iov = iov, .msg_iovlen = count};
     ssize_t done;
 
     do {
-        done = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        done = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL | (more ? MSG_MORE : 0));
     } while (done < 0 && errno == EINTR);
     return done;
 }

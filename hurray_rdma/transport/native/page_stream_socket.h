@@ -20,8 +20,12 @@ int hurray_would_block(void);
 /* Sleeps until the socket is ready for `events` (as of poll), or the time is over, or a signal has come. */
 void hurray_wait_for(int fd, short events, int timeout_ms);
 
-/* What the socket takes now of a list, or has for it; as sendmsg and recvmsg. */
-ssize_t hurray_send(int fd, struct iovec *iov, size_t count);
+/* The same until `nbytes` that are sure to come can be read; most of them, where they are many: to be woken for each
+ * segment costs more than to copy it. */
+void hurray_wait_for_bytes(int fd, uint64_t nbytes, int timeout_ms);
+
+/* What the socket takes now of a list, or has for it; as sendmsg and recvmsg. `more`: it waits for more to send. */
+ssize_t hurray_send(int fd, struct iovec *iov, size_t count, int more);
 ssize_t hurray_receive(int fd, struct iovec *iov, size_t count);
 
 /* Takes `nbytes` off the front of a list. */
