@@ -156,15 +156,14 @@ class _AheadGrant(Exchange[Grant]):
 
     def _copy(self, source: PagePool, plan: Plan) -> Moves:
         """Every page at once, through the mapping."""
-        left_s = self._left_s
-        with source.gate.moving(timeout_s=left_s):
+        with source.gate.moving(timeout_s=self._left_s):
             moved = self._remote.memories[0].write(
                 source.regions[0],
                 src_offsets=plan.src_offsets,
                 dst_offsets=plan.dst_offsets,
                 lengths=plan.lengths,
                 stop=self._stop,
-                timeout_s=left_s,
+                timeout_s=self._left_s,
             )
         return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 

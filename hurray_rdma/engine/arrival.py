@@ -73,8 +73,8 @@ class Arrival:
         self.sender = sender
         """Name of the sending engine; of the first, where several send slices of the heads."""
         self.lane = lane
-        """UCX transport that the sender writes over, as it said in its offer: as of `TransferStats.lane`, and with
-        "(expected)" where its first pages to or from a GPU had not moved by then."""
+        """UCX transport that the sender writes over, as it said when it asked for pages: as `TransferStats.lane`, and
+        with "(expected)" where its first pages to or from a GPU had not moved by then."""
         self.path = path
         """How it writes, as of `TransferStats.path`."""
         self.state = ArrivalState.ARRIVING

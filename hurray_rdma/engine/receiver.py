@@ -410,6 +410,8 @@ class Receiver:
         return commits
 
     def _not_committed(self, link: Link, transfer_id: int, error: HurrayError) -> None:
+        if self._ahead.held(link, transfer_id) is None:
+            return  # its session has ended meanwhile, or the sender is told already
         self._tally.failed("receive", error)
         self._ahead.fail(link, transfer_id, error)
 

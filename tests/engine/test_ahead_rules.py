@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hurray_rdma import CacheSpec, Engine, PagePool, Snapshot
+from hurray_rdma import CacheSpec, Engine, PagePool, Snapshot, TransportError
 from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
@@ -277,5 +278,34 @@ def test_a_sender_that_gives_pages_back_late_has_a_lease_to_say_quiet() -> None:
             await settled(pool, 64, 0, 0)
             assert engine.stats().num_quarantined == 0
             taking.check()
+
+    run(job())
+
+
+def test_a_commit_that_cannot_be_flushed_harms_nothing_when_its_session_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def job() -> None:
+        begun, ended, raised = threading.Event(), threading.Event(), []
+
+        def flush(_: PagePool) -> None:
+            begun.set()
+            assert ended.wait(10)
+            raise TransportError("cuFlushGPUDirectRDMAWrites: an illegal memory access was encountered", status=700)
+
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: raised.append(what))
+        async with receiving() as (engine, pool, taking):
+            with monkeypatch.context() as patches, make_pool(SPEC, 64) as source:
+                patches.setattr(PagePool, "needs_flush", property(lambda each: each is pool))
+                patches.setattr(PagePool, "make_visible", flush)
+                async with shaken(engine.address) as hand:
+                    transfer_id = reserve(hand)
+                    await hand.expect(Granted)
+                    say(hand, transfer_id, offer_of(snapshot_of(source, [1, 2, 3])))
+                    await eventually(begun.is_set)
+                await settled(pool, NUM_PAGES, 0, 0)
+                ended.set()
+                await eventually(lambda: engine._reception._receivers[""].granted.visibility._flushing is None)  # type: ignore[union-attr]
+            assert (raised, taking.taken, engine.stats().receive.failures) == ([], [], {})
 
     run(job())
