@@ -112,7 +112,7 @@ class OfferQueue:
             rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
             raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
         self._arrivals.require_room()
-        if self._pool.external or offer.offer.key in self._expected:
+        if self._pool.external or self.is_expected(offer.offer.key):
             self._unexpected.append(offer)
             self._place_expected()
         elif len(self._waiting) or not self._grant(offer):
@@ -226,6 +226,10 @@ class OfferQueue:
     def unexpect(self, key: str) -> bool:
         """As of `Receiver.unexpect`."""
         return self._expected.pop(key, None) is not None
+
+    def is_expected(self, key: str) -> bool:
+        """Whether the application has chosen pages for it, and nobody was granted them."""
+        return key in self._expected
 
     def _place_expected(self) -> None:
         """Grants what is offered and expected; those of other keys wait for `expect`, and hold nobody up."""

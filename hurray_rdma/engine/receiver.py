@@ -386,6 +386,10 @@ class Receiver:
         held = self._ahead.held(link, transfer_id)
         if held is None:
             return  # it was recalled, and the sender is told
+        if self._queue.is_expected(commit.key):  # elsewhere: its sender is to offer it
+            error = TransferAbortedError("the application has chosen other pages for it")
+            self._ahead.fail(link, transfer_id, error)
+            return
         came = self._loop.time()
         try:
             self._arrivals.require_room()

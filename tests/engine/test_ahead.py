@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from hurray_rdma import CacheSpec, Engine, GeometryError, PagePool, Snapshot
+from hurray_rdma import CacheSpec, Engine, GeometryError, PagePool, Placement, Snapshot
 from hurray_rdma.cache import snapshot_keys
 from hurray_rdma.engine import connection as routes
 from hurray_rdma.engine.exchange import RemotePool
@@ -306,6 +306,28 @@ def test_what_has_keys_of_its_pages_goes_the_usual_way() -> None:
                         await peer.send(sent, page_keys=snapshot_keys(sent, [range(8)]))
                     assert (traffic["COMMIT"], traffic["OFFER"]) == (before["COMMIT"], before["OFFER"] + 3)
                 await eventually(lambda: {what for _, what in taking.taken} == {digest(sent)})
+
+    run(job())
+
+
+def test_what_the_receiver_expects_goes_where_it_is_expected() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking):
+            with make_pool(SPEC, 8) as source:
+                fill(source, 1)
+                sent = snapshot_of(source, [3, 4])
+                async with sending(engine.address, source) as (sender_engine, peer, traffic):
+                    await until_granted_ahead(peer, sent, traffic)
+                    with pool.allocator.lease(2) as chosen:
+                        arriving = asyncio.create_task(engine.receive("mine", Placement(pool, chosen.page_ids)))
+                        await asyncio.sleep(0)
+                        await peer.send(sent, key="mine")
+                        arrival = await arriving
+                        assert arrival.block_table.tolist() == chosen.page_ids.tolist()
+                        assert digest(await arrival.snapshot()) == digest(sent)
+                        arrival.release()
+                    assert "mine" not in dict(taking.taken)
+                    assert sender_engine.stats().send.failures == engine.stats().receive.failures == {}
 
     run(job())
 
