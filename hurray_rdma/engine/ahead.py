@@ -67,6 +67,7 @@ class _AheadGrant(Exchange[Grant]):
         self._route, self._remote = route, remote
         self._committed = False
         self._undone = False
+        self._aborted = False
         self.remote = remote
         self.num_pages = num_pages
         self.ask_again_from = 0.0
@@ -141,7 +142,7 @@ class _AheadGrant(Exchange[Grant]):
             except asyncio.CancelledError as cancelled:
                 self._failed(cancelled)
                 raise
-            if self._undone and isinstance(error, HurrayError) and time.monotonic() < self._deadline:
+            if self._is_undone(error) and time.monotonic() < self._deadline:
                 self._log.bind(key=key).debug("goes the usual way: %s", error)
                 return None
             self._failed(error)
@@ -153,6 +154,12 @@ class _AheadGrant(Exchange[Grant]):
         self._tally.sent(stats)
         self._log.bind(key=key).debug("sent: %d pages by %s, granted ahead", stats.num_pages, stats.lane)
         return stats
+
+    def _is_undone(self, error: BaseException) -> bool:
+        """Whether the peer has ended it and nothing has arrived."""
+        # A page stream may tell sooner than the session that the pages were recalled.
+        recalled = isinstance(error, TransferAbortedError) and not self._committed and not self._aborted
+        return isinstance(error, HurrayError) and (self._undone or recalled)
 
     def _copy(self, source: PagePool, plan: Plan) -> Moves:
         """Every page at once, through the mapping."""
@@ -178,6 +185,7 @@ class _AheadGrant(Exchange[Grant]):
         super().ended_by_peer(error)
 
     async def abort(self, reason: str) -> None:
+        self._aborted = True
         self.fail(TransferAbortedError(f"the transfer of {self._key!r} was aborted here: {reason}"))
         await self._give_up(reason)
 

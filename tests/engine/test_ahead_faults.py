@@ -15,6 +15,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.testing.chaos import Action, Direction, Rule
 from hurray_rdma.testing.processes import Child
+from hurray_rdma.transport import Context
 from tests.engine.ahead_scenes import (
     AHEAD_PAGES,
     NUM_PAGES,
@@ -236,6 +237,34 @@ def test_a_cut_before_the_commit_is_heard_is_told_and_after_it_nothing_arrives_t
                         assert keys[kind.name] == arrives
             await settled(pool, NUM_PAGES, 0, 0)
             assert {what for _, what in taking.taken} == {taking.taken[0][1]}
+
+    run(job())
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_send_into_pages_that_were_recalled_before_it_is_told_goes_the_usual_way(lane: str) -> None:
+    """Over a page stream the pages are refused before the recall is heard."""
+
+    async def job() -> None:
+        _, options = LANES[lane]
+        async with receiving(64, lane=lane) as (engine, pool, taking):
+            with make_pool(SPEC, 8, context=Context(options) if options else None) as source:
+                fill(source, 1)
+                async with sending(engine.address, source) as (sender_engine, peer, traffic):
+                    await until_granted_ahead(peer, snapshot_of(source, [1]), traffic)
+                    await eventually(lambda: counts(pool) == (56, 8, 0))
+                    kept = pool.allocator.lease(56)
+                    rule = Rule(action=Action.STALL, kind=MessageType.ABORT, direction=C, seconds=0.3)
+                    traffic.arm(rule)
+                    async with sending(engine.address, source) as (_, other, _):
+                        short = asyncio.create_task(other.send(snapshot_of(source, [2, 3]), key="other"))
+                        await eventually(lambda: rule.fired)
+                        sent = snapshot_of(source, [4, 5, 6])
+                        await peer.send(sent, key="recalled")
+                        await short
+                    kept.release()
+                    assert sender_engine.stats().send.failures == {}
+                    assert [what for key, what in taking.taken if key == "recalled"] == [digest(sent)]
 
     run(job())
 
