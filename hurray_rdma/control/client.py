@@ -45,6 +45,8 @@ __all__ = ["ClientSession"]
 _ASKED = {TransferKind.PUSH: "offer", TransferKind.PULL: "fetch", TransferKind.RESERVATION: "reservation"}
 _RENEWALS_OF_LEASE = 4
 _MIN_RENEW_S = 0.01
+_SPARE_IDS = 1 << 20
+"""Stream ids that are left to transfers which begin at the same time."""
 
 
 class ClientSession(DataSession):
@@ -114,6 +116,11 @@ class ClientSession(DataSession):
             LocalProtocolError: the session is not open yet, or all its stream ids are used up.
         """
         return self._ask(reserve, now + timeout_s)
+
+    @property
+    def used_up(self) -> bool:
+        """Whether stream ids run out: whatever comes next is for another session."""
+        return self._book.next_id > LAST_STREAM_ID - _SPARE_IDS
 
     def _ask(self, request: Request, due: float) -> int:
         self._require_open()

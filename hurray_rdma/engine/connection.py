@@ -286,6 +286,8 @@ class Connection:
         """Whether nothing can be sent over it any more."""
         if self._error is not None or self._closing is not None or self._forsaken:
             return True
+        if self._channel is not None and self.session.used_up:
+            return True
         endpoint, stream = self._endpoint, self._stream
         return (endpoint is not None and endpoint.closed) or (stream is not None and stream.closed)
 

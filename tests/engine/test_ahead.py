@@ -162,6 +162,25 @@ def test_a_connection_that_is_lost_while_pools_are_opened_costs_the_send_nothing
     run(job())
 
 
+@pytest.mark.parametrize("ahead_pages", [0, 16])
+@pytest.mark.parametrize("num_left", [0, 1, 6, 1 << 20])
+def test_a_session_whose_stream_ids_run_out_is_followed_by_another(num_left: int, ahead_pages: int) -> None:
+    async def job() -> None:
+        async with receiving(ahead_pages=ahead_pages) as (engine, _, taking):
+            with make_pool(SPEC, 8) as pool:
+                async with sending(engine.address, pool) as (sender_engine, peer, _):
+                    sent = snapshot_of(pool, [1])
+                    await peer.send(sent, key="before")
+                    assert peer._connection is not None
+                    peer._connection.session._book.next_id = 2**32 - num_left
+                    for n in range(6):
+                        await peer.send(sent, key=str(n))
+                    assert sender_engine.stats().num_connects == 2
+                await eventually(lambda: [key for key, _ in taking.taken] == ["before", *"012345"])
+
+    run(job())
+
+
 def test_a_peer_keeps_no_pool_whose_snapshots_it_has_sent() -> None:
     async def job() -> None:
         async with receiving() as (engine, _, taking):
