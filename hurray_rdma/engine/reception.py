@@ -51,9 +51,9 @@ _GOODBYE_S = 1.0
 class Reception:
     """Accepts senders and hands their events to the receiver of the pool that they are about.
 
-    Senders that share this host's memory write through it, and all of them get the engine's UCX worker, whose queue of
-    messages they leave alone (`LaneReport.queued`). Any other gets a worker of its own: closing it when the session
-    ends is what makes a late write over the network impossible.
+    Senders that share this host's memory write through it, and all of them get the engine's UCX worker; into its queue
+    of messages they put no pages of the host (`LaneReport.queued`). Any other gets a worker of its own: closing it when
+    the session ends is what makes a late write over the network impossible.
 
     Args:
         context: of all pools.
