@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
@@ -33,7 +34,7 @@ _MIN_PAGES = 8
 _MAX_READY = 2
 """Grants held ready for each of the peer's pools."""
 _ASK_AGAIN_S = 10.0
-"""After a refusal: most receivers grant nothing ahead."""
+"""After a refusal, for as many: most receivers grant nothing ahead."""
 _ASK_AFTER_RECALL_S = 1.0
 """After pages were recalled because others need them."""
 _ANSWER_S = 10.0
@@ -56,6 +57,14 @@ class _PoolPair:
     """A snapshot of more goes the usual way."""
 
 
+class _Bar(NamedTuple):
+    """The peer is not asked for so many pages, or more: fewer may be there."""
+
+    until: float
+    """On the monotonic clock, seconds."""
+    num_pages: int
+
+
 class _AheadGrant(Exchange[Grant]):
     """Pages of one of the peer's pools; used once."""
 
@@ -70,8 +79,8 @@ class _AheadGrant(Exchange[Grant]):
         self._aborted = False
         self.remote = remote
         self.num_pages = num_pages
-        self.ask_again_from = 0.0
-        """When it makes sense to ask for others, once these are over, on the monotonic clock, seconds."""
+        self.bar: _Bar | None = None
+        """On asking for others, once these are over."""
 
     @property
     def ready(self) -> bool:
@@ -181,7 +190,8 @@ class _AheadGrant(Exchange[Grant]):
             unheard = self._route.session.is_closed or isinstance(error, ProtocolError)
             self._undone = not (self._committed and unheard)
             if not isinstance(error, LeaseExpiredError):
-                self.ask_again_from = time.monotonic() + (_ASK_AFTER_RECALL_S if self.ready else _ASK_AGAIN_S)
+                recalled, now = self.ready, time.monotonic()
+                self.bar = _Bar(now + _ASK_AFTER_RECALL_S, 0) if recalled else _Bar(now + _ASK_AGAIN_S, self.num_pages)
         super().ended_by_peer(error)
 
     async def abort(self, reason: str) -> None:
@@ -205,7 +215,7 @@ class AheadGrants:
         """By the peer's pool, and the device of the pages that go there."""
         self._pairs: WeakKeyDictionary[PagePool, dict[str | None, _PoolPair]] = WeakKeyDictionary()
         """By the pool here, and the name of the peer's that is asked for."""
-        self._ask_from: dict[int, float] = {}
+        self._bars: dict[int, _Bar] = {}
 
     async def send(
         self, snapshot: Snapshot, key: str, *, pool: str | None, zero_tails: bool, timeout_s: float
@@ -221,7 +231,7 @@ class AheadGrants:
             return None
         remote = pair.remote
         grants = self._held(remote)
-        if not grants and started < self._ask_from.get(remote.pool.pool_id, 0.0):
+        if not grants and not self._may_ask(remote, _MIN_PAGES):
             return None  # as most receivers grant nothing ahead, nothing more is spent on it
         try:
             page_map = page_map_of(snapshot, remote.layout.spec)
@@ -286,14 +296,14 @@ class AheadGrants:
         grants = self._held(remote)
         wanted = max(_MIN_PAGES, 1 << (num_pages - 1).bit_length())
         enough = [grant for grant in grants if grant.num_pages >= wanted]
-        if (
-            len(enough) < _MAX_READY
-            and len(grants) < 2 * _MAX_READY
-            and time.monotonic() >= self._ask_from.get(remote.pool.pool_id, 0.0)
-        ):
+        if len(enough) < _MAX_READY and len(grants) < 2 * _MAX_READY and self._may_ask(remote, wanted):
             grant = _AheadGrant(self._route, remote, num_pages=wanted, tally=self._tally)
             grant.ask()
             grants.append(grant)
+
+    def _may_ask(self, remote: RemotePool, num_pages: int) -> bool:
+        bar = self._bars.get(remote.pool.pool_id)
+        return bar is None or num_pages < bar.num_pages or time.monotonic() >= bar.until
 
     def _held(self, remote: RemotePool) -> list[_AheadGrant]:
         """Those of a pool that are there, or asked for."""
@@ -304,8 +314,8 @@ class AheadGrants:
         return grants
 
     def _note_end(self, grant: _AheadGrant) -> None:
-        pool_id = grant.remote.pool.pool_id
-        self._ask_from[pool_id] = max(self._ask_from.get(pool_id, 0.0), grant.ask_again_from)
+        if grant.bar is not None:
+            self._bars[grant.remote.pool.pool_id] = grant.bar
 
 
 def _taken(grants: list[_AheadGrant], remote: RemotePool, num_pages: int) -> _AheadGrant | None:

@@ -478,6 +478,30 @@ def test_a_pool_too_small_is_not_asked_again_and_again() -> None:
     run(job())
 
 
+@pytest.mark.parametrize("larger", [9, 20])
+def test_snapshots_for_which_there_are_too_few_pages_keep_smaller_ones_from_none(larger: int) -> None:
+    """With 16 pages for all, those of 2 find theirs each time, and those for which 16 or 32 are asked do not."""
+
+    async def job() -> None:
+        async with receiving() as (engine, _, taking):
+            with make_pool(SPEC, 32) as source:
+                fill(source, 1)
+                both = snapshot_of(source, [2, 1]), snapshot_of(source, list(range(larger)))
+                async with sending(engine.address, source) as (sender_engine, peer, traffic):
+                    await until_granted_ahead(peer, both[0], traffic)
+                    for _ in range(20):
+                        for sent in both:
+                            await peer.send(sent)
+                    assert traffic["COMMIT"] >= 20
+                    assert traffic["OFFER"] >= 20
+                    assert traffic["ERROR"] <= 2
+                    assert sender_engine.stats().send.failures == {}
+                expected = [digest(sent) for sent in both] * 20
+            await eventually(lambda: [what for _, what in taking.taken[-40:]] == expected)
+
+    run(job())
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_pages_granted_ahead_go_at_once_to_an_offer_that_needs_them(lane: str) -> None:
     async def job() -> None:
