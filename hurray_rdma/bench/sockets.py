@@ -13,6 +13,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from hurray_rdma.transport import unpace
+
 __all__ = ["SocketReceiver", "SocketSender"]
 
 _IOV_MAX = 1024
@@ -26,6 +28,12 @@ def _pieces(memory: NDArray[np.uint8], page_ids: NDArray[np.uint32], page_nbytes
     starts = (page_ids.astype(np.int64) * page_nbytes).tolist()
     pages = [view[start : start + page_nbytes] for start in starts]
     return [pages[start : start + _IOV_MAX] for start in range(0, len(pages), _IOV_MAX)]
+
+
+def _prepare(connection: socket.socket) -> None:
+    """As the engine's own connections for pages: what the kernel can do, and not what it does unless told."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    unpace(connection)
 
 
 def _rest(pieces: list[memoryview], done: int) -> list[memoryview]:
@@ -53,7 +61,7 @@ class SocketReceiver:
         """Waits for the sender, then begins to take transfers into these pages."""
         self._calls = _pieces(memory, page_ids, page_nbytes)
         self._connection, _ = self._listener.accept()
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _prepare(self._connection)
         self._thread = threading.Thread(target=self._take, args=(self._connection,), daemon=True)
         self._thread.start()
 
@@ -88,7 +96,7 @@ class SocketSender:
     def __init__(self, port: int, memory: NDArray[np.uint8], page_ids: NDArray[np.uint32], page_nbytes: int) -> None:
         self._calls = _pieces(memory, page_ids, page_nbytes)
         self._connection = socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S)
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _prepare(self._connection)
 
     def run(self) -> None:
         """One transfer; returns when the receiver has acknowledged it."""

@@ -11,7 +11,7 @@ from hurray_rdma.transport.devices import Backing
 from hurray_rdma.transport.endpoint import Endpoint, Worker
 from hurray_rdma.transport.lanes import Lane, LaneReport
 from hurray_rdma.transport.memory import Memory, Region, RemoteRegion, copy_local
-from hurray_rdma.transport.page_streams import Guest, PageStream, PageStreamListener, Permits
+from hurray_rdma.transport.page_streams import Guest, PageStream, PageStreamListener, Permits, unpace
 from hurray_rdma.transport.remote import Moved, Path, RemoteMemory, StopFlag
 from hurray_rdma.transport.streams import Gate, stream_device, stream_handle
 
@@ -38,4 +38,5 @@ __all__ = [
     "default_context",
     "stream_device",
     "stream_handle",
+    "unpace",
 ]

@@ -39,7 +39,7 @@ from hurray_rdma.transport.binding import native as ucx_native
 from hurray_rdma.transport.status import deadline_ns
 from hurray_rdma.transport.turns import take_turn
 
-__all__ = ["Guest", "PageStream", "PageStreamListener", "Permits"]
+__all__ = ["Guest", "PageStream", "PageStreamListener", "Permits", "unpace"]
 
 _log = logging.getLogger(__name__)
 
@@ -401,8 +401,13 @@ def _prepare(connection: socket.socket) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
     ):
         connection.setsockopt(level, name, value)
+    unpace(connection)
+
+
+def unpace(connection: socket.socket) -> None:
+    """On one machine there is no path to probe: an algorithm that paces (bbr) is a timer for every few segments there.
+    Other connections keep what the administrator has chosen."""
     if connection.getpeername()[0] == connection.getsockname()[0]:
-        # On one machine there is no path to probe: an algorithm that paces (bbr) is a timer for every few segments.
         with contextlib.suppress(OSError):  # it may be forbidden, and another is as right
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
 
