@@ -11,7 +11,7 @@ from hurray_rdma.cache.keys import KEY_NBYTES, page_keys, snapshot_keys
 from hurray_rdma.cache.layout import Part, PoolLayout, Segment, page_nbytes_of, parts_of
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.resident import Resident, ResidentIndex
-from hurray_rdma.cache.snapshot import Snapshot, descriptor_form
+from hurray_rdma.cache.snapshot import Snapshot, descriptor_form, known_snapshot
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Snapshot",
     "SnapshotGroups",
     "descriptor_form",
+    "known_snapshot",
     "page_keys",
     "page_nbytes_of",
     "parts_of",

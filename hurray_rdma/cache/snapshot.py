@@ -32,7 +32,9 @@ from hurray_rdma.format import (
     encode,
 )
 
-__all__ = ["Snapshot", "descriptor_form"]
+__all__ = ["Snapshot", "descriptor_form", "known_snapshot"]
+
+Uint32 = NDArray[np.uint32]
 
 _ALIGNMENT_NBYTES = 4096
 _INT32_MAX = 2**31 - 1
@@ -76,22 +78,6 @@ class Snapshot:
             num_pages=pool.num_pages,
             page_size=pool.spec.page_size,
         )
-
-    @classmethod
-    def of_known(
-        cls,
-        pool: PagePool,
-        *,
-        block_table: NDArray[np.uint32],
-        seq_ptr: NDArray[np.uint32],
-        seq_lens: NDArray[np.uint32],
-    ) -> Snapshot:
-        """Of arrays that nobody writes to any more, and that are known to fit the pool and one another: neither copied
-        nor looked at."""
-        snapshot = cls.__new__(cls)
-        snapshot.pool = pool
-        snapshot.block_table, snapshot.seq_ptr, snapshot.seq_lens = block_table, seq_ptr, seq_lens
-        return snapshot
 
     @classmethod
     def from_block_tables(cls, pool: PagePool, tables: Sequence[ArrayLike], *, seq_lens: ArrayLike) -> Snapshot:
@@ -252,6 +238,15 @@ def _described(
         alignment=_ALIGNMENT_NBYTES,
         quantization=_quantization(spec),
     )
+
+
+def known_snapshot(pool: PagePool, *, block_table: Uint32, seq_ptr: Uint32, seq_lens: Uint32) -> Snapshot:
+    """A snapshot of arrays that nobody writes to any more, and that were checked against the pool and one another:
+    neither copied nor looked at."""
+    snapshot = Snapshot.__new__(Snapshot)
+    snapshot.pool = pool
+    snapshot.block_table, snapshot.seq_ptr, snapshot.seq_lens = block_table, seq_ptr, seq_lens
+    return snapshot
 
 
 def descriptor_form(pool: PagePool, *, dialect: Dialect | DialectName = Dialect.ADR_024) -> DescriptorForm:

@@ -190,7 +190,7 @@ class Channel(asyncio.BufferedProtocol):
     # Time.
 
     def _set_timer(self) -> None:
-        when = self.session.next_timeout()
+        when = self.session.take_timeout()
         if when is None or (self._timer is not None and self._timer.when() <= when):
             return  # A timer that fires early only looks again; most timeouts are put off by every word of the peer.
         if self._timer is not None:

@@ -279,7 +279,6 @@ class Session(ABC):
 
     def next_timeout(self) -> float | None:
         """When ``handle_timeout`` is to be called next; None once closed."""
-        self._book.rescheduled = False
         if self.is_closed:
             return None
         if self._outbox.overflowed:
@@ -290,9 +289,14 @@ class Session(ABC):
         due = self._book.next_due()
         return when if due is None else min(when, due)
 
+    def take_timeout(self) -> float | None:
+        """``next_timeout`` for whoever sets the timer; ``may_be_due_sooner`` tells when to set it anew before that."""
+        self._book.rescheduled = False
+        return self.next_timeout()
+
     @property
     def may_be_due_sooner(self) -> bool:
-        """Whether ``next_timeout`` may be earlier than when it was last asked; all else puts it off."""
+        """Whether ``next_timeout`` may be earlier than what was taken last; all else puts it off."""
         return self._book.rescheduled or self._outbox.overflowed
 
     def _ping_due(self) -> float:

@@ -218,14 +218,17 @@ class AheadGrants:
         self._bars: dict[int, _Bar] = {}
 
     async def send(
-        self, snapshot: Snapshot, key: str, *, pool: str | None, zero_tails: bool, timeout_s: float
+        self, snapshot: Snapshot, key: str, *, pool: str | None, zero_tails: bool, started: float, timeout_s: float
     ) -> TransferStats | None:
         """Sends a small snapshot, if pages for it are ready; None if not, or if it cannot be: nothing has arrived.
+
+        Args:
+            snapshot, key, pool, zero_tails, timeout_s: as of `Peer.send`.
+            started: when ``timeout_s`` began, on the monotonic clock, seconds.
 
         Raises:
             HurrayError: as `Peer.send`.
         """
-        started = time.monotonic()
         pair = self._pair(snapshot.pool, pool)
         if pair is None or len(snapshot.block_table) > pair.max_entries or self._looks_dead():
             return None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import Lease, PagePool, Snapshot
+from hurray_rdma.cache import Lease, PagePool, Snapshot, known_snapshot
 from hurray_rdma.engine.apart import apart
 from hurray_rdma.engine.marks import Mark, device_of, give_back, mark_soon
 from hurray_rdma.errors import (
@@ -160,7 +160,7 @@ class Arrival:
             DeadlineExceededError, LeaseExpiredError, HurrayError: as `wait_layer`.
         """
         await self._wait(self._complete, "all layers", timeout_s)
-        return Snapshot.of_known(
+        return known_snapshot(
             self._pool,
             block_table=self.block_table,
             seq_ptr=self.seq_ptr,

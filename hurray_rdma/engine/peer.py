@@ -221,7 +221,7 @@ class Peer:
             await connection.open_pools(started + budget_s)
             if not connection.lost:  # meanwhile
                 stats = await connection.ahead.send(
-                    snapshot, name, pool=pool, zero_tails=zero_tails, timeout_s=budget_s
+                    snapshot, name, pool=pool, zero_tails=zero_tails, started=started, timeout_s=budget_s
                 )
                 if stats is not None:
                     return stats

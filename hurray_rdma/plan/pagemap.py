@@ -58,6 +58,10 @@ class PageMap:
         for array in (entries, seq_ptr, seq_lens, src_pages, *(units or ())):
             array.setflags(write=False)
 
+    def __repr__(self) -> str:
+        sizes = f"{self.src_page_size} to {self.dst_page_size} tokens"
+        return f"<PageMap of {self.num_pages} pages, {sizes}, {len(self.entries)} entries>"
+
     @cached_property
     def valid_tokens(self) -> Uint32:
         """Tokens of each destination page that some sequence has, ``[num_pages]``; the slots after them are
