@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from hurray_rdma.cache import Lease, PagePool
+from hurray_rdma.cache import PagePool
 from hurray_rdma.control import (
     AbortRequested,
     AllEnded,
@@ -210,7 +210,7 @@ class Receiver:
             case Offered(transfer_id=transfer_id, offer=offer):
                 self._offered(link, transfer_id, offer)
             case Reserved(transfer_id=transfer_id, reserve=reserve):
-                # After what came before it: an arrival's application, and the acknowledgement, wait for nothing ahead.
+                # After what came before it: no arrival, nor its acknowledgement, waits for what is granted ahead.
                 self._loop.call_soon(self._reserved, link, transfer_id, reserve)
             case Committed(transfer_id=transfer_id, commit=commit):
                 self._committed(link, transfer_id, commit)
@@ -432,10 +432,6 @@ class Receiver:
             link, transfer_id, arrival, num_pages=page_map.num_pages, seconds=self._loop.time() - came
         )
         self._arrivals.put_nowait(arrival)
-        # What the sender waits for comes after whoever waits for the arrival.
-        self._loop.call_soon(self._acknowledge, link, transfer_id, rest)
-
-    def _acknowledge(self, link: Link, transfer_id: int, rest: Lease) -> None:
         rest.release()
         link.session.acknowledge(transfer_id, now=self._loop.time())
         link.notify()
