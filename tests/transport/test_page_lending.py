@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import mmap
 import os
 import resource
@@ -30,6 +31,7 @@ NBYTES = 4 << 20
 
 
 def open_files() -> int:
+    gc.collect()  # what other tests have left would be closed while it is counted
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -95,7 +97,7 @@ def test_pages_of_any_memory_arrive_from_any_place(kind: str, page: int, offset:
         assert not stream.closed
     expected = here[offset : offset + num_pages * page].reshape(num_pages, page)
     assert np.array_equal(there.reshape(num_pages, page)[theirs], expected[ours])
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_what_has_not_left_when_a_push_is_stopped_never_leaves() -> None:
@@ -108,7 +110,7 @@ def test_what_has_not_left_when_a_push_is_stopped_never_leaves() -> None:
         with pytest.raises(TransferAbortedError):
             move(stream, here, WHOLE, stop=stop)
         assert stream.closed
-        assert open_files() == before
+        assert open_files() <= before
         here[:] = 2
         came = bytearray()
         with pytest.raises(ConnectionResetError):
