@@ -131,8 +131,8 @@ class _AheadGrant(Exchange[Grant]):
             page_ids = self._answer.result().page_ids[: page_map.num_pages]
             work: Callable[[], Moves]
             if pair.whole is not None and not zero_tails:
-                nbytes = page_map.num_pages * pair.whole.page_nbytes
-                work = partial(self._copy, source, pair.whole.plan(page_map.src_page_ids, page_ids))
+                pages = pair.whole.plan(page_map.src_page_ids, page_ids)
+                nbytes, work = pages.nbytes, partial(self._copy, source, pages)
             else:
                 plan = plan_transfer(source.layout, self._remote.layout, page_map, page_ids, zero_tails=zero_tails)
                 nbytes, mover = plan.nbytes, self._mover_of(source, plan)

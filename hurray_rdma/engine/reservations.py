@@ -28,10 +28,14 @@ class Reservation:
     reserve: Reserve
     """What it asked for."""
     lease: Lease
-    reach: Reach
     heard: float
     timer: asyncio.TimerHandle
     recalled: bool = False
+
+    @property
+    def reach(self) -> Reach:
+        """How its sender writes."""
+        return reach_of(self.reserve.path, self.reserve.lane)
 
 
 class Reservations:
@@ -85,12 +89,11 @@ class Reservations:
                 lease.release()
         if not granted:
             return
-        reach = reach_of(reserve.path, reserve.lane)
-        if reach is Reach.STREAM:
-            link.permits.begin(transfer_id, self._pool, lease.page_ids, writes=True)
         timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
-        self._held[link, transfer_id] = Reservation(reserve, lease, reach, now, timer)
+        held = self._held[link, transfer_id] = Reservation(reserve, lease, now, timer)
         self._num_pages += len(lease)
+        if held.reach is Reach.STREAM:
+            link.permits.begin(transfer_id, self._pool, lease.page_ids, writes=True)
 
     def held(self, link: Link, transfer_id: int) -> Reservation | None:
         """What a sender holds; None if it was recalled."""

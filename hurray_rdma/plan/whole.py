@@ -21,8 +21,7 @@ class WholePages:
 
     def __init__(self, places: NDArray[np.uint64]) -> None:
         self._places = places
-        self.page_nbytes = int(places[:, 4].sum())
-        """Bytes of a page, of all roles and layers."""
+        self._page_nbytes = int(places[:, 4].sum())
 
     @classmethod
     def between(cls, source: PoolLayout, dest: PoolLayout) -> WholePages | None:
@@ -59,4 +58,4 @@ class WholePages:
         """
         offsets = whole_pages(self._places, src_page_ids, dst_page_ids)
         num_pages = len(src_page_ids)
-        return Plan(*offsets, num_pages=num_pages, nbytes=num_pages * self.page_nbytes)
+        return Plan(*offsets, num_pages=num_pages, nbytes=num_pages * self._page_nbytes)

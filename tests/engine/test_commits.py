@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
 from hurray_rdma.control import Commit, Reserve
+from hurray_rdma.engine import exchange
 from hurray_rdma.engine.commits import Commits
 from hurray_rdma.errors import DescriptorError, GeometryError, HurrayError
 from hurray_rdma.format import Dialect
@@ -28,16 +29,7 @@ def commit_of(
 ) -> Commit:
     with PagePool.allocate(spec, NUM_PAGES) as pool:
         snapshot = Snapshot.from_block_tables(pool, tables, seq_lens=seq_lens)
-        return Commit(
-            key="k",
-            descriptors=snapshot.encode_descriptors(dialect=dialect),
-            block_table=snapshot.block_table,
-            seq_ptr=snapshot.seq_ptr,
-            seq_lens=snapshot.seq_lens,
-            order=str(spec.order),
-            head_offset=spec.head_offset,
-            total_heads=spec.heads_of_model,
-        )
+        return exchange.commit_of(snapshot, "k", descriptors=snapshot.encode_descriptors(dialect=dialect))
 
 
 @pytest.fixture(scope="module")
