@@ -55,6 +55,7 @@ class Channel(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         # A transport that is given no buffer allocates 256 KiB for each read, which takes longer than a small message.
         self._buffer = memoryview(bytearray(_READ_NBYTES))
+        self._short_buffer = self._buffer[:_SHORT_NBYTES]
         self._early = b""
         """What TLS brought before it said that it was set up."""
         self._room: asyncio.Future[None] | None = None
@@ -86,14 +87,15 @@ class Channel(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         # A peer that says nothing but short messages has no more of a turn of the loop than this.
-        return self._buffer[: self.session.missing_nbytes + _SHORT_NBYTES]
+        missing_nbytes = self.session.missing_nbytes
+        return self._buffer[: missing_nbytes + _SHORT_NBYTES] if missing_nbytes else self._short_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         data = bytes(self._buffer[:nbytes])  # A copy: messages keep views.
         if self._transport is None:
             self._early += data
         elif not self.session.is_closed:  # Else the peer said it before it heard our last words.
-            self.hear(self.session.receive(data, self.now))
+            self.hear(self.session.receive(data, self._loop.time()))
 
     def eof_received(self) -> None:
         self._heard_end = True
@@ -157,15 +159,19 @@ class Channel(asyncio.BufferedProtocol):
         """Send what the session has to send, as far as the peer keeps up; call after each call of the session."""
         if self._shutting or self._transport is None or self._delivering:
             return  # What is said in answer to events goes out at their end, together.
-        if self._room is None:
-            self._write(self._transport, self.session.parts_to_send())
-        if self.session.is_closed:
+        session = self.session
+        if self._room is None and (parts := session.parts_to_send()):
+            self._write(self._transport, parts)
+        if session.is_closed:
             self._shut(self._transport)
-        elif self._timer is None or self.session.may_be_due_sooner:
+        elif self._timer is None or session.may_be_due_sooner:
             self._set_timer()
 
     @staticmethod
     def _write(transport: asyncio.Transport, parts: list[bytes | memoryview]) -> None:
+        if max(map(len, parts)) < _OWN_WRITE_NBYTES:
+            transport.write(b"".join(parts))
+            return
         small: list[bytes | memoryview] = []
         for part in parts:
             if len(part) < _OWN_WRITE_NBYTES:
@@ -337,12 +343,17 @@ async def open_channel(
     deadline = loop.time() + timeout_s
     opened: asyncio.Future[None] = loop.create_future()
 
+    is_open = False
+
     def hear(event: Event) -> None:
-        if opened.done():
-            if not opened.cancelled():
-                on_event(event)
+        nonlocal is_open
+        if is_open:
+            on_event(event)
+        elif opened.done():
+            return  # Whoever asked for it has given up.
         elif isinstance(event, SessionOpened):
             opened.set_result(None)
+            is_open = True
             on_event(event)
         elif isinstance(event, SessionClosed):
             opened.set_exception(_not_opened(event.error, address, tls=ssl_context is not None))

@@ -76,19 +76,16 @@ class FrameDecoder:
 
     def __init__(self, max_message_nbytes: int) -> None:
         self.max_message_nbytes = max_message_nbytes
+        self.missing_nbytes = 0
+        """What has not come yet of the payload that the bytes so far end in."""
         self._header = bytearray()
         self._payload = bytearray()
-        self._expected: tuple[int, int, int] | None = None
+        self._expected: tuple[int, int] | None = None
 
     @property
     def in_message(self) -> bool:
         """Whether the bytes so far end inside a message."""
         return bool(self._header) or self._expected is not None
-
-    @property
-    def missing_nbytes(self) -> int:
-        """What has not come yet of the payload that the bytes so far end in."""
-        return 0 if self._expected is None else self._expected[2] - len(self._payload)
 
     def foreign(self) -> ProtocolError | None:
         """The error that names who speaks, if the stream ended in a header that begins as another protocol does."""
@@ -104,33 +101,34 @@ class FrameDecoder:
                 (``MESSAGE_TOO_LARGE``), or another protocol's bytes. Raised after the messages before it were given
                 out.
         """
-        view = memoryview(data).toreadonly()
+        view = memoryview(data)
         at, end = 0, len(view)
-        while True:
-            if self._expected is None:
-                missing = HEADER_NBYTES - len(self._header)
-                if end - at < missing:
-                    self._header += view[at:]
+        while at < end:
+            if self._expected is not None:
+                (kind, stream_id), missing = self._expected, self.missing_nbytes
+            elif not self._header and end - at >= HEADER_NBYTES:
+                kind, stream_id, missing = self._check_header(*_HEADER.unpack_from(view, at))
+                at += HEADER_NBYTES
+            else:
+                rest = view[at : at + HEADER_NBYTES - len(self._header)]
+                self._header += rest
+                at += len(rest)
+                if len(self._header) < HEADER_NBYTES:
                     return
-                if self._header:
-                    self._header += view[at : at + missing]
-                    self._expected = self._check_header(*_HEADER.unpack(self._header))
-                    self._header.clear()
-                else:
-                    self._expected = self._check_header(*_HEADER.unpack_from(view, at))
-                at += missing
-            kind, stream_id, nbytes = self._expected
-            missing = nbytes - len(self._payload)
+                kind, stream_id, missing = self._check_header(*_HEADER.unpack(self._header))
+                self._header.clear()
             if end - at < missing:
+                self._expected = kind, stream_id
                 self._payload += view[at:]
+                self.missing_nbytes = missing - (end - at)
                 return
             payload = view[at : at + missing]
             at += missing
-            if self._payload:
+            if self._expected is not None:
                 self._payload += payload
                 # The decoder lets go of this buffer: views into it given out with a message stay as they are.
                 payload, self._payload = memoryview(self._payload).toreadonly(), bytearray()
-            self._expected = None
+                self._expected, self.missing_nbytes = None, 0
             yield stream_id, _decode_payload(kind, payload)
 
     def _check_header(self, kind: int, stream_id: int, nbytes: int) -> tuple[int, int, int]:

@@ -132,7 +132,9 @@ class Listener:
 
         def hear(event: Event) -> None:
             nonlocal handler
-            if isinstance(event, Introduced):
+            if handler is not None:
+                handler(event)
+            elif isinstance(event, Introduced):
                 # It has shown its token: strangers must not push it out while a worker is made for it.
                 if (task := self._unauthenticated.pop(transport, None)) is not None:  # None: it has been cut already
                     self._entering[transport] = task
@@ -143,7 +145,6 @@ class Listener:
                 self._unauthenticated.pop(transport, None)
                 self._entering.pop(transport, None)
                 handler = self._on_session(channel)
-            if handler is not None:
                 handler(event)
             elif isinstance(event, SessionClosed):
                 _log.info("connection from %s refused: %s", channel.peer_address, event.error)

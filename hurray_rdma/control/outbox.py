@@ -30,6 +30,8 @@ class Outbox:
         self._answers_nbytes = 0
         self.batch = 0
         """Number of the batch that ``take`` gives next: what was put into it is unsent while this stays the same."""
+        self.overflowed = False
+        """Whether something had to be dropped."""
         self._overflow: ProtocolError | None = None
 
     def take(self) -> list[bytes | memoryview]:
@@ -50,6 +52,7 @@ class Outbox:
                 f"{self._replies_nbytes} bytes of replies are unsent, {nbytes} more would be over "
                 f"{MAX_REPLIES_NBYTES}: the peer does not read"
             )
+            self.overflowed = True
         if self._overflow is None:
             self._replies_nbytes += nbytes
             self._parts += parts
@@ -60,6 +63,7 @@ class Outbox:
             self.require_room()
         except PeerBusyError as error:
             self._overflow = self._overflow or ProtocolError(str(error))
+            self.overflowed = True
         if self._overflow is None:
             self._answers_nbytes += nbytes
             self._parts += parts
@@ -81,8 +85,3 @@ class Outbox:
         """Raise ProtocolError once something had to be dropped: the peer does not read."""
         if self._overflow is not None:
             raise self._overflow
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether something had to be dropped."""
-        return self._overflow is not None

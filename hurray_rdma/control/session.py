@@ -50,6 +50,10 @@ class Session(ABC):
         self.pools: dict[int, Pool] = {}
         """Announced pools by pool_id: the server's own; on the client kept up to date by announcements."""
         self._state = SessionState.HELLO
+        self.is_open = False
+        """Whether transfers can be offered and answered."""
+        self.is_closed = False
+        """Whether the connection is to be closed once ``data_to_send`` is sent."""
         self._decoder = FrameDecoder(MIN_MESSAGE_NBYTES)
         self._book = TransferBook()
         # A peer may be owed as much as it may make this side hold in one message of its own.
@@ -66,16 +70,6 @@ class Session(ABC):
     @property
     def state(self) -> SessionState:
         return self._state
-
-    @property
-    def is_open(self) -> bool:
-        """Whether transfers can be offered and answered."""
-        return self._state is SessionState.OPEN
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the connection is to be closed once ``data_to_send`` is sent."""
-        return self._state is SessionState.CLOSED
 
     # Bytes out.
 
@@ -112,12 +106,14 @@ class Session(ABC):
         # Whole messages are signs of life; part of one is as much as its bytes: else a peer that has lost its place in
         # the stream would seem to be in the midst of a long message for ever.
         self._last_heard = min(now, self._last_heard + len(data) / _MIN_NBYTES_PER_S)
+        outbox = self._outbox
         try:
-            self._outbox.require_read()
+            outbox.require_read()
             for stream_id, message in self._decoder.feed(data):
                 self._last_heard = now
                 self._hear(stream_id, message, now, events)
-                self._outbox.require_read()
+                if outbox.overflowed:
+                    outbox.require_read()
                 if self._state is SessionState.CLOSED:
                     break
         except HurrayError as error:
@@ -249,7 +245,7 @@ class Session(ABC):
         *,
         tenant: str = "",
     ) -> None:
-        self._state = SessionState.OPEN
+        self._state, self.is_open = SessionState.OPEN, True
         self._book.rescheduled = True
         self._decoder.max_message_nbytes = self.config.max_message_nbytes
         self._last_ping = now
@@ -291,8 +287,9 @@ class Session(ABC):
 
     def take_timeout(self) -> float | None:
         """``next_timeout`` for whoever sets the timer; ``may_be_due_sooner`` tells when to set it anew before that."""
-        self._book.rescheduled = False
-        return self.next_timeout()
+        when = self.next_timeout()
+        self._book.look_from_now_on(when)
+        return when
 
     @property
     def may_be_due_sooner(self) -> bool:
@@ -354,7 +351,7 @@ class Session(ABC):
         return ErrorMessage(error_code(error), str(error)[:MAX_ERROR_TEXT_CHARS])
 
     def _close(self, error: HurrayError | None, events: list[Event], *, orderly: bool = False) -> None:
-        self._state = SessionState.CLOSED
+        self._state, self.is_open, self.is_closed = SessionState.CLOSED, False, True
         self._error = error
         failure = error or TransferAbortedError("the session was closed")
         open_transfers = self._book.open_transfers()

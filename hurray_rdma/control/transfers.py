@@ -134,7 +134,8 @@ class TransferBook:
         self.open_nbytes = 0
         """What the tables of open transfers take."""
         self.rescheduled = False
-        """Whether something was scheduled since whoever looks at it has last set it to False."""
+        """Whether something was scheduled that is due before what `look_from_now_on` was told."""
+        self._looked_at = math.inf
 
     @property
     def num_open(self) -> int:
@@ -157,6 +158,9 @@ class TransferBook:
 
     def find(self, stream_id: int) -> tuple[Transfer, int | None] | None:
         """The transfer that owns the stream, and the descriptor's index on its own stream; None if none is known."""
+        own = self._by_id.get(stream_id)
+        if own is not None:
+            return own, None
         at = bisect_right(self._ids, stream_id)
         if not at:
             return None
@@ -247,8 +251,14 @@ class TransferBook:
     def schedule(self, transfer: Transfer, due: float) -> None:
         """Have ``pop_due`` give the transfer at this time, unless its state changes before."""
         transfer.due = due
-        self.rescheduled = True
+        if due < self._looked_at:
+            self.rescheduled = True
         heapq.heappush(self._timers, (due, transfer.transfer_id))
+
+    def look_from_now_on(self, when: float | None) -> None:
+        """Somebody will call ``next_due`` again at that time, whatever happens; None is never."""
+        self.rescheduled = False
+        self._looked_at = math.inf if when is None else when
 
     def next_due(self) -> float | None:
         """When ``pop_due`` next has something to give."""
