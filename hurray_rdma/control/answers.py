@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from hurray_rdma.control.checks import Uint32Array
 from hurray_rdma.control.codes import StaleGenerationError
 from hurray_rdma.control.offers import Grant, Offer, Published, Reserve
@@ -62,7 +64,7 @@ def _check_pages(pools: Mapping[int, Pool], pool_id: int, generation: int, name:
     if pool is None or pool.generation != generation:
         now = "is not announced (any more)" if pool is None else f"is at generation {pool.generation}"
         raise StaleGenerationError(f"pages were answered at generation {generation} of pool {pool_id}, which {now}")
-    if len(page_ids) and int(page_ids.max()) >= pool.num_pages:
+    if len(page_ids) and int(np.maximum.reduce(page_ids)) >= pool.num_pages:
         at = int(page_ids.argmax())
         raise GeometryError(
             f"is not below num_pages {pool.num_pages} of pool {pool_id}",

@@ -233,23 +233,23 @@ def _encode_register(message: RdmaRegister) -> bytes:
     return struct.pack("<QQ", message.remote_addr, message.nbytes) + _sized(message.rkey)
 
 
-def _no_payload(message: Message) -> list[bytes | memoryview]:
-    return []
+def _no_payload(message: Message) -> bytes:
+    return b""
 
 
-FIXED_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes | memoryview]]]] = {
-    ClientHello: (MessageType.CLIENT_HELLO, lambda m: [_encode_hello(m)]),
-    ServerHello: (MessageType.SERVER_HELLO, lambda m: [_encode_hello(m)]),
-    TensorRequest: (MessageType.TENSOR_REQUEST, lambda m: [_encode_request(m)]),
-    TensorDescriptorMessage: (MessageType.TENSOR_DESCRIPTOR, lambda m: [_encode_descriptor(m)]),
+FIXED_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], bytes | list[bytes | memoryview]]]] = {
+    ClientHello: (MessageType.CLIENT_HELLO, _encode_hello),
+    ServerHello: (MessageType.SERVER_HELLO, _encode_hello),
+    TensorRequest: (MessageType.TENSOR_REQUEST, _encode_request),
+    TensorDescriptorMessage: (MessageType.TENSOR_DESCRIPTOR, _encode_descriptor),
     TensorDataMessage: (MessageType.TENSOR_DATA, lambda m: [_U64.pack(m.offset_nbytes), m.data]),
     TensorDataEndMessage: (MessageType.TENSOR_DATA_END, _no_payload),
-    TensorPut: (MessageType.TENSOR_PUT, lambda m: [_encode_put(m)]),
+    TensorPut: (MessageType.TENSOR_PUT, _encode_put),
     TensorPutAck: (MessageType.TENSOR_PUT_ACK, _no_payload),
-    ErrorMessage: (MessageType.ERROR, lambda m: [_U32.pack(m.code), _sized(m.text.encode())]),
+    ErrorMessage: (MessageType.ERROR, lambda m: _U32.pack(m.code) + _sized(m.text.encode())),
     Ping: (MessageType.PING, _no_payload),
     Pong: (MessageType.PONG, _no_payload),
-    RdmaRegister: (MessageType.RDMA_REGISTER, lambda m: [_encode_register(m)]),
+    RdmaRegister: (MessageType.RDMA_REGISTER, _encode_register),
     RdmaReady: (MessageType.RDMA_READY, _no_payload),
 }
-"""Type of each of the format's own messages, and what makes its payload: in parts, so that page data is not copied."""
+"""Type of each of the format's own messages, and what makes its payload: parts where that saves copying page data."""

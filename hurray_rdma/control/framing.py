@@ -51,14 +51,17 @@ def encode_parts(
         ConfigError: the payload is larger than that.
     """
     kind, encode_payload = _ENCODERS[type(message)]
-    parts = encode_payload(message)
-    nbytes = sum(map(len, parts))
+    payload = encode_payload(message)
+    nbytes = len(payload) if isinstance(payload, bytes) else sum(map(len, payload))
     if nbytes > max_message_nbytes:
         raise ConfigError(
             f"a {kind.name} message of {nbytes} bytes is above the {max_message_nbytes} bytes the peer accepts",
             fix="Send fewer sequences at once, or raise max_message_nbytes on the peer",
         )
-    return HEADER_NBYTES + nbytes, [_HEADER.pack(kind, stream_id, nbytes), *parts]
+    header = _HEADER.pack(kind, stream_id, nbytes)
+    if not isinstance(payload, bytes):
+        return HEADER_NBYTES + nbytes, [header, *payload]
+    return HEADER_NBYTES + nbytes, [header + payload] if nbytes <= MIN_MESSAGE_NBYTES else [header, payload]
 
 
 def encode(message: Message, stream_id: int) -> bytes:

@@ -28,6 +28,8 @@ from hurray_rdma.errors import ConfigError, DescriptorError, GeometryError
 
 __all__ = [
     "MAX_GRANTED_PAGES",
+    "NONE_RESIDENT",
+    "NO_PAGE_KEYS",
     "Commit",
     "Fetch",
     "Grant",
@@ -47,8 +49,16 @@ _MAX_LANE_CHARS = 64
 _ONE_SIDED_PATHS = ("mapped", "put", "stream")
 _PATHS = (*_ONE_SIDED_PATHS, "frames")
 _MAX_PAGE_KEY_NBYTES = 256
+_MAX_ORDER_CHARS = 32
+_FEW = 64
+"""Numbers that are sooner compared one by one than by NumPy."""
 _DESCRIPTOR_HEADER_NBYTES = 20
 _DESCRIPTOR_BEGIN = struct.Struct("<4s2xI")
+
+NO_PAGE_KEYS: Uint8Array = np.empty((0, 0), np.uint8)
+"""Of a snapshot that says nothing of what its pages hold."""
+NONE_RESIDENT: BoolArray = np.empty(0, np.bool_)
+"""Where all pages are to be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,18 +91,18 @@ class SnapshotFields:
     """The model's index of the first head that the pages hold."""
     total_heads: int = 0
     """Heads of the model; 0 is all that there are in the pages."""
-    page_keys: Uint8Array = field(default_factory=lambda: np.empty((0, 0), np.uint8), repr=False)
+    page_keys: Uint8Array = field(default_factory=lambda: NO_PAGE_KEYS, repr=False)
     """A key of its content for each table entry, uint8 [seq_ptr[-1], key_nbytes]; key_nbytes 0 is none."""
     num_descriptors: int = field(init=False)
 
     def __post_init__(self) -> None:
-        between("pool_id", self.pool_id, 0, U32_MAX)
-        between("generation", self.generation, 0, U64_MAX)
-        at_most("order", self.order, 32)
-        between("head_offset", self.head_offset, 0, U32_MAX)
-        between("total_heads", self.total_heads, 0, U32_MAX)
+        beyond_u32 = (self.pool_id | self.head_offset | self.total_heads) >> 32
+        if beyond_u32 or self.generation >> 64 or len(self.order) > _MAX_ORDER_CHARS:
+            self._check_numbers()
         for name in ("block_table", "seq_ptr", "seq_lens"):
-            object.__setattr__(self, name, uint32(name, getattr(self, name)))
+            given = getattr(self, name)
+            if (values := uint32(name, given)) is not given:
+                object.__setattr__(self, name, values)
         if len(self.seq_ptr) != len(self.seq_lens) + 1:
             raise GeometryError(
                 f"seq_ptr has {len(self.seq_ptr)} entries, but {len(self.seq_lens)} sequences (seq_lens) need one more"
@@ -102,12 +112,14 @@ class SnapshotFields:
                 f"seq_ptr runs from {self.seq_ptr[0]} to {self.seq_ptr[-1]}, not from 0 to the "
                 f"{len(self.block_table)} entries of block_table"
             )
-        steps_down = self.seq_ptr[1:] < self.seq_ptr[:-1]
-        if np.count_nonzero(steps_down):
-            at = int(steps_down.argmax()) + 1
-            rule = f"is below seq_ptr[{at - 1}] = {self.seq_ptr[at - 1]}"
-            raise GeometryError(rule, field=f"seq_ptr[{at}]", value=int(self.seq_ptr[at]))
-        self._check_page_keys()
+        if len(self.seq_lens) > 1:
+            steps_down = self.seq_ptr[1:] < self.seq_ptr[:-1]
+            if np.count_nonzero(steps_down):
+                at = int(steps_down.argmax()) + 1
+                rule = f"is below seq_ptr[{at - 1}] = {self.seq_ptr[at - 1]}"
+                raise GeometryError(rule, field=f"seq_ptr[{at}]", value=int(self.seq_ptr[at]))
+        if self.page_keys is not NO_PAGE_KEYS:
+            self._check_page_keys()
         object.__setattr__(self, "num_descriptors", _count_descriptors(self.descriptors))
         if not self.num_descriptors:
             raise DescriptorError("a snapshot needs at least one descriptor", field="descriptors", value=b"")
@@ -117,6 +129,13 @@ class SnapshotFields:
         """What its tables and descriptors take."""
         tables = self.block_table.nbytes + self.seq_ptr.nbytes + self.seq_lens.nbytes + self.page_keys.nbytes
         return len(self.descriptors) + tables
+
+    def _check_numbers(self) -> None:
+        between("pool_id", self.pool_id, 0, U32_MAX)
+        between("generation", self.generation, 0, U64_MAX)
+        at_most("order", self.order, _MAX_ORDER_CHARS)
+        between("head_offset", self.head_offset, 0, U32_MAX)
+        between("total_heads", self.total_heads, 0, U32_MAX)
 
     def _check_page_keys(self) -> None:
         keys = self.page_keys
@@ -225,7 +244,7 @@ class Take:
     """The model's index of the first head that they hold."""
     num_heads: int
     """How many they hold."""
-    resident: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_), repr=False)
+    resident: BoolArray = field(default_factory=lambda: NONE_RESIDENT, repr=False)
     """Which pages the client has already, in the order both sides derive from the table, bool [pages]; empty: none."""
 
     def __post_init__(self) -> None:
@@ -241,8 +260,13 @@ def _count_descriptors(data: bytes) -> int:
         magic, length = _DESCRIPTOR_BEGIN.unpack_from(data)
         count, rest = divmod(len(data), max(length, _DESCRIPTOR_HEADER_NBYTES))
         if magic == b"HRRY" and rest == 0 and count <= MAX_DESCRIPTORS and count * length == len(data):
-            begins = np.frombuffer(data, np.uint8).reshape(count, length)[:, : _DESCRIPTOR_BEGIN.size]
-            if begins.tobytes() == begins[0].tobytes() * count:
+            begin = data[: _DESCRIPTOR_BEGIN.size]
+            if count <= _FEW:
+                alike = all(data.startswith(begin, at) for at in range(length, len(data), length))
+            else:
+                begins = np.frombuffer(data, np.uint8).reshape(count, length)[:, : _DESCRIPTOR_BEGIN.size]
+                alike = begins.tobytes() == begin * count
+            if alike:
                 return int(count)
     at = count = 0
     while at < len(data):
@@ -280,7 +304,7 @@ class Grant:
 
     generation: int
     page_ids: Uint32Array = field(repr=False)
-    resident: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_), repr=False)
+    resident: BoolArray = field(default_factory=lambda: NONE_RESIDENT, repr=False)
     """Which of them the server has already, and must not be sent, bool [len(page_ids)]; empty is none."""
     lease_s: float
     """How long the pages are held if nothing more is heard of the transfer."""
@@ -295,11 +319,13 @@ class Grant:
             raise GeometryError(
                 f"must be 0 or the {len(page_ids)} of page_ids", field="len(resident)", value=len(self.resident)
             )
-        in_order = page_ids.copy()
-        in_order.sort()
-        repeated = in_order[1:] == in_order[:-1]
-        if np.count_nonzero(repeated):
-            raise GeometryError("a page may be granted once", field="page_ids", value=int(in_order[repeated.argmax()]))
+        if len(page_ids) > _FEW or len(set(page_ids.tolist())) < len(page_ids):
+            in_order = page_ids.copy()
+            in_order.sort()
+            repeated = in_order[1:] == in_order[:-1]
+            if np.count_nonzero(repeated):
+                page_id = int(in_order[repeated.argmax()])
+                raise GeometryError("a page may be granted once", field="page_ids", value=page_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,18 @@ from hurray_rdma.control.exchange import (
     SessionMessage,
 )
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
+from hurray_rdma.control.offers import (
+    NO_PAGE_KEYS,
+    NONE_RESIDENT,
+    Commit,
+    Fetch,
+    Grant,
+    Offer,
+    Published,
+    Reserve,
+    SnapshotFields,
+    Take,
+)
 from hurray_rdma.control.pools import (
     MAX_LAYERS,
     MAX_REGIONS,
@@ -180,6 +191,8 @@ def _u32_array(name: str, data: bytes) -> Uint32Array:
 
 
 def _u8_rows(name: str, data: bytes, row_nbytes: int) -> Uint8Array:
+    if not data and not row_nbytes:
+        return NO_PAGE_KEYS
     if row_nbytes < 0 or (len(data) % row_nbytes if row_nbytes else len(data)):
         raise ProtocolError(f"{name} has {len(data)} bytes, not rows of {row_nbytes}")
     return np.frombuffer(data, np.uint8).reshape(len(data) // row_nbytes if row_nbytes else 0, row_nbytes)
@@ -298,7 +311,7 @@ def _decode_grant(payload: memoryview) -> Message:
     return Grant(
         generation=raw.generation,
         page_ids=_u32_array("page_ids", raw.page_ids),
-        resident=np.frombuffer(raw.resident, np.uint8) != 0,
+        resident=np.frombuffer(raw.resident, np.uint8) != 0 if raw.resident else NONE_RESIDENT,
         lease_s=raw.lease_s,
     )
 
@@ -403,7 +416,7 @@ def _encode_published(published: Published) -> bytes:
 
 
 def _encode_grant(grant: Grant) -> bytes:
-    resident = grant.resident.astype(np.uint8).tobytes()
+    resident = grant.resident.tobytes()
     return _ENCODER.encode((grant.generation, _le(grant.page_ids), resident, float(grant.lease_s)))
 
 
@@ -425,19 +438,19 @@ def _encode_ended(ended: Ended) -> bytes:
     return _ENCODER.encode((np.array(ended.descriptor_indices, "<u4").tobytes(),))
 
 
-PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], list[bytes | memoryview]]]] = {
-    SessionMessage: (MessageType.SESSION, lambda m: [_encode_session(m)]),
-    Pool: (MessageType.POOL, lambda m: [_encode_pool(m)]),
-    Offer: (MessageType.OFFER, lambda m: [_encode_offer(m)]),
-    Grant: (MessageType.GRANT, lambda m: [_encode_grant(m)]),
-    Abort: (MessageType.ABORT, lambda m: [_ENCODER.encode((int(m.code), m.reason))]),
-    Quiet: (MessageType.QUIET, lambda _: []),
-    Renew: (MessageType.RENEW, lambda _: []),
-    Fetch: (MessageType.FETCH, lambda m: [_encode_fetch(m)]),
-    Published: (MessageType.PUBLISHED, lambda m: [_encode_published(m)]),
-    Reserve: (MessageType.RESERVE, lambda m: [_encode_reserve(m)]),
-    Commit: (MessageType.COMMIT, lambda m: [_encode_commit(m)]),
-    Take: (MessageType.TAKE, lambda m: [_encode_take(m)]),
-    Ended: (MessageType.ENDED, lambda m: [_encode_ended(m)]),
+PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], bytes]]] = {
+    SessionMessage: (MessageType.SESSION, _encode_session),
+    Pool: (MessageType.POOL, _encode_pool),
+    Offer: (MessageType.OFFER, _encode_offer),
+    Grant: (MessageType.GRANT, _encode_grant),
+    Abort: (MessageType.ABORT, lambda m: _ENCODER.encode((int(m.code), m.reason))),
+    Quiet: (MessageType.QUIET, lambda _: b""),
+    Renew: (MessageType.RENEW, lambda _: b""),
+    Fetch: (MessageType.FETCH, _encode_fetch),
+    Published: (MessageType.PUBLISHED, _encode_published),
+    Reserve: (MessageType.RESERVE, _encode_reserve),
+    Commit: (MessageType.COMMIT, _encode_commit),
+    Take: (MessageType.TAKE, _encode_take),
+    Ended: (MessageType.ENDED, _encode_ended),
 }
 """Type of each private message, and what makes its payload; elements in the order of the schemas above."""

@@ -15,10 +15,12 @@ from hurray_rdma.format.tags import IndexType
 
 __all__ = ["Counts", "DescriptorForm", "counts_of", "mark_bytes", "with_counts"]
 
-_U32, _U64 = Struct("<I"), Struct("<Q")
 _TOTAL_TOKENS, _NUM_SEQS, _MARK = OFFSETS["total_tokens"], OFFSETS["num_seqs"], OFFSETS["kv_role"]
 _INDEX_TYPE = OFFSETS["block_table_index_type"]
 _BLOCK_TABLE, _SEQ_PTR = BUFFERS_OFFSET + ENTRY_NBYTES, BUFFERS_OFFSET + 2 * ENTRY_NBYTES
+_COUNTS = Struct(f"<Q{_NUM_SEQS - _TOTAL_TOKENS - 8}sI{_BLOCK_TABLE - _NUM_SEQS - 4}sQ{_SEQ_PTR - _BLOCK_TABLE - 8}sQ")
+"""From the first count to the last, with what is between them."""
+_AFTER_COUNTS = _TOTAL_TOKENS + _COUNTS.size
 _INDEX_NBYTES = IndexType.UINT32.itemsize
 _MIN_NBYTES = BUFFERS_OFFSET + 3 * ENTRY_NBYTES
 
@@ -41,8 +43,7 @@ def counts_of(data: bytes, /) -> Counts | None:
     """The counts in the bytes of a descriptor; None if it is too short to have any, or its indices are no uint32."""
     if len(data) < _MIN_NBYTES or data[_INDEX_TYPE] != IndexType.UINT32:
         return None
-    (total_tokens,), (num_seqs,) = _U64.unpack_from(data, _TOTAL_TOKENS), _U32.unpack_from(data, _NUM_SEQS)
-    (block_table,), (seq_ptr,) = _U64.unpack_from(data, _BLOCK_TABLE), _U64.unpack_from(data, _SEQ_PTR)
+    total_tokens, _, num_seqs, _, block_table, _, seq_ptr = _COUNTS.unpack_from(data, _TOTAL_TOKENS)
     return Counts(total_tokens, num_seqs, block_table, seq_ptr)
 
 
@@ -53,12 +54,10 @@ def with_counts(data: bytes, counts: Counts, /) -> bytes:
         data: a descriptor of which `counts_of` has told.
         counts: what is to be in it.
     """
-    out = bytearray(data)
-    _U64.pack_into(out, _TOTAL_TOKENS, counts.total_tokens)
-    _U32.pack_into(out, _NUM_SEQS, counts.num_seqs)
-    _U64.pack_into(out, _BLOCK_TABLE, counts.block_table_nbytes)
-    _U64.pack_into(out, _SEQ_PTR, counts.seq_ptr_nbytes)
-    return bytes(out)
+    _, after_tokens, _, after_seqs, _, between, _ = _COUNTS.unpack_from(data, _TOTAL_TOKENS)
+    total_tokens, num_seqs, block_table, seq_ptr = counts
+    counted = _COUNTS.pack(total_tokens, after_tokens, num_seqs, after_seqs, block_table, between, seq_ptr)
+    return data[:_TOTAL_TOKENS] + counted + data[_AFTER_COUNTS:]
 
 
 class DescriptorForm(NamedTuple):
