@@ -34,9 +34,13 @@ __all__ = [
     "narrowed",
     "sibling",
     "starts_of",
+    "total_of",
     "valid_pages",
     "valid_tokens",
 ]
+
+_FEW = 64
+"""Numbers that are sooner added one by one than by NumPy."""
 
 
 _INT64_MAX = np.uint64(2**63 - 1)
@@ -63,6 +67,11 @@ def narrowed(values: ArrayLike, *, field: str) -> NDArray[np.uint32]:
     if wrong >= 0:
         raise GeometryError("must be from 0 to 2**32 - 1", field=f"{field}[{wrong}]", value=int(array[wrong]))
     return result
+
+
+def total_of(values: NDArray[np.uint32]) -> int:
+    """Their sum."""
+    return sum(values.tolist()) if len(values) <= _FEW else int(np.add.reduce(values, dtype=np.uint64))
 
 
 def sibling(like: Any, values: NDArray[Any]) -> Any:

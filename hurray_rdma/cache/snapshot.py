@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hurray_rdma.cache.indices import check_indices, narrowed, sibling
+from hurray_rdma.cache.indices import check_indices, narrowed, sibling, total_of
 from hurray_rdma.cache.pool import PagePool
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 from hurray_rdma.errors import GeometryError
@@ -97,7 +97,7 @@ class Snapshot:
     @property
     def total_tokens(self) -> int:
         """Tokens of all sequences; a token in an aliased page counts once for each sequence."""
-        return int(np.add.reduce(self.seq_lens, dtype=np.uint64))
+        return total_of(self.seq_lens)
 
     def seq_pages(self, seq: int, /) -> NDArray[np.uint32]:
         """Page IDs of one sequence, those allocated ahead included, read-only.

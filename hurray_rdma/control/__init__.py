@@ -48,7 +48,18 @@ from hurray_rdma.control.exchange import MAX_DESCRIPTORS, MAX_QUIET_SESSIONS
 from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import ExposedError, Listener, check_listen, serve
 from hurray_rdma.control.messages import Message
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, SnapshotFields, Take
+from hurray_rdma.control.offers import (
+    NO_PAGE_KEYS,
+    NONE_RESIDENT,
+    Commit,
+    Fetch,
+    Grant,
+    Offer,
+    Published,
+    Reserve,
+    SnapshotFields,
+    Take,
+)
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
 from hurray_rdma.control.session import Session
@@ -61,6 +72,8 @@ __all__ = [
     "MAX_DESCRIPTORS",
     "MAX_QUIET_SESSIONS",
     "MIN_MESSAGE_NBYTES",
+    "NONE_RESIDENT",
+    "NO_PAGE_KEYS",
     "AbortRequested",
     "Acknowledged",
     "Address",

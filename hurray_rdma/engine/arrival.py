@@ -99,8 +99,8 @@ class Arrival:
             else np.zeros(len(self.block_table), np.bool_)
         )
         """Which entries of ``block_table`` name pages that were here already, and do not travel: bool, one for each."""
-        tables = (self.block_table, self.seq_ptr, self.seq_lens, self.resident)
-        self.tables_nbytes = sum([table.nbytes for table in tables])
+        tables_nbytes = self.block_table.nbytes + self.seq_ptr.nbytes + self.seq_lens.nbytes
+        self.tables_nbytes = tables_nbytes + self.resident.nbytes
         """What these take."""
         self._timeout_s = timeout_s
         self._on_abort = on_abort
@@ -226,11 +226,13 @@ class Arrival:
     def _set(self, layers: Iterable[int]) -> None:
         """Whoever waits for these layers goes on: they are in place, or never will be."""
         self._settled.update(layers)
-        for layer in self._settled & self._events.keys():
-            self._events[layer].set()
-        for layer in self._settled & self._gates.keys():
-            for gate in list(self._gates[layer]):
-                self._open(layer, gate)
+        if self._events:
+            for layer in self._settled & self._events.keys():
+                self._events[layer].set()
+        if self._gates:
+            for layer in self._settled & self._gates.keys():
+                for gate in list(self._gates[layer]):
+                    self._open(layer, gate)
 
     def release(self, *, stream: Any = None) -> None:
         """Gives the pages back; one that is still arriving is aborted first. Harmless when repeated.

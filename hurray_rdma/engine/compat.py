@@ -10,8 +10,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from hurray_rdma.cache import (
     CacheSpec,
     PagePool,
@@ -23,6 +21,7 @@ from hurray_rdma.cache import (
     spec_from,
     spec_of,
 )
+from hurray_rdma.cache.indices import total_of
 from hurray_rdma.control import (
     Commit,
     DeviceUnavailableError,
@@ -241,7 +240,7 @@ def _source(told: SnapshotFields, dest: CacheSpec, dialect: Dialect) -> Source:
 
 def counts_beside(told: SnapshotFields | Commit) -> Counts:
     """What the tables count, so that the descriptors beside them must."""
-    total_tokens = int(np.add.reduce(told.seq_lens, dtype=np.uint64))
+    total_tokens = total_of(told.seq_lens)
     return Counts.of(total_tokens=total_tokens, num_seqs=len(told.seq_lens), block_table_length=len(told.block_table))
 
 

@@ -40,6 +40,7 @@ from hurray_rdma.control import (
     parse_address,
 )
 from hurray_rdma.engine.ahead import AheadGrants
+from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.exchange import Exchange, RemotePool
 from hurray_rdma.engine.fetching import Fetching
 from hurray_rdma.engine.logs import EngineLog
@@ -115,8 +116,11 @@ class Connection:
         """After `close`: whether nothing of the session is in flight any more."""
         self._in_doubt = False
         self.log = EngineLog(_log, peer=address)
+        self.deadlines = Deadlines()
         self._movers = ThreadPoolExecutor(_NUM_MOVERS, thread_name_prefix=f"hurray-mover-{address}")
         self._channel: Channel | None = None
+        self.session: ClientSession
+        """Of the channel, once that is open."""
         self._endpoint: Endpoint | None = None
         self._stream: PageStream | None = None
         self._pools = RemotePools(self.log, tally=surroundings.tally)
@@ -158,6 +162,8 @@ class Connection:
             ssl_context=given.ssl_context,
             server_hostname=given.server_name,
         )
+        assert isinstance(self._channel.session, ClientSession)
+        self.session = self._channel.session
         given.tally.connected()
         try:
             await self._connect(deadline)
@@ -341,13 +347,6 @@ class Connection:
     @property
     def streams(self) -> bool:
         return self._stream is not None
-
-    @property
-    def session(self) -> ClientSession:
-        assert self._channel is not None
-        session = self._channel.session
-        assert isinstance(session, ClientSession)
-        return session
 
     def notify(self) -> None:
         if self._channel is not None:

@@ -12,14 +12,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot
-from hurray_rdma.control import ClientSession, Commit, ErrorCode, Offer, Pool, StaleGenerationError
+from hurray_rdma.cache.indices import starts_of
+from hurray_rdma.control import NO_PAGE_KEYS, ClientSession, Commit, ErrorCode, Offer, Pool, StaleGenerationError
 from hurray_rdma.engine.compat import pages_nbytes
+from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.mover import Mover, Moves
@@ -93,6 +96,10 @@ class Route(Protocol):
     @property
     def log(self) -> EngineLog:
         """With the peer as a fact."""
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Of all that waits for this peer."""
 
     def notify(self) -> None:
         """Sends what the session has to send."""
@@ -324,8 +331,9 @@ class Exchange(ABC, Generic[Answer]):
         return late
 
     async def _wait(self, future: asyncio.Future[_T], what: str) -> _T:
-        # A timer and the future itself: `asyncio.wait` and `timeout` cost a small transfer several times as much.
-        timer = self._loop.call_later(self._left_s, self._not_in_time, future, what)
+        # The future itself: `asyncio.wait` and `timeout` cost a small transfer several times as much.
+        deadlines = self._route.deadlines
+        deadlines.begin(future, self._deadline, partial(self._not_in_time, future, what))
         try:
             return await future
         except asyncio.CancelledError:
@@ -333,7 +341,7 @@ class Exchange(ABC, Generic[Answer]):
                 self.fail(TransferAbortedError(f"a wait for {what} of {self._key!r} was cancelled"))
             raise
         finally:
-            timer.cancel()
+            deadlines.end(future)
 
     def _not_in_time(self, future: asyncio.Future[Any], what: str) -> None:
         if future.done():
@@ -393,7 +401,7 @@ class Exchange(ABC, Generic[Answer]):
     def _stats_of(self, snapshot: Snapshot, *, num_pages: int, num_resident: int) -> TransferStats:
         """Facts of a push that is complete."""
         spec = snapshot.pool.spec
-        num_entries = int((-(-snapshot.seq_lens.astype(np.int64) // spec.page_size)).sum())
+        num_entries = int(starts_of(snapshot.seq_lens, spec.page_size)[-1])
         return TransferStats(
             key=self._key,
             num_sequences=snapshot.num_seqs,
@@ -438,7 +446,7 @@ def offer_of(
         order=str(spec.order),
         head_offset=spec.head_offset,
         total_heads=spec.heads_of_model,
-        page_keys=page_keys if page_keys is not None else np.empty((0, 0), np.uint8),
+        page_keys=page_keys if page_keys is not None else NO_PAGE_KEYS,
         deadline_s=deadline_s,
         lane=remote.lane,
         path=remote.path,

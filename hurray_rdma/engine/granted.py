@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,6 +20,7 @@ from hurray_rdma.cache import PagePool
 from hurray_rdma.control import ErrorCode, TensorData, error_code
 from hurray_rdma.engine.arrival import Arrival, ArrivalState
 from hurray_rdma.engine.compat import pages_nbytes
+from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.frames import Unpacker
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.logs import EngineLog
@@ -63,6 +65,7 @@ class Granted:
         """What has come is complete only once the pool's GPU sees it."""
         self._loop = asyncio.get_running_loop()
         self._parts: dict[tuple[Link, int], Part] = {}
+        self._leases = Deadlines()
         self._loud: dict[tuple[Link, int], Loud] = {}
         self.unfilled: dict[str, Whole] = {}
         """By key: arrivals that senders of further heads may join."""
@@ -97,9 +100,9 @@ class Granted:
             offer: what was granted.
             page_ids: the pages that travel, uint32 ``[num_pages]``.
         """
-        now, first_s = self._loop.time(), min(self._lease_s, self._max_transfer_s)
-        until = now + self._max_transfer_s
-        part = Part(offer, whole, page_ids, now, until, self._lease_timer(*offer.key, first_s))
+        now = self._loop.time()
+        part = Part(offer, whole, page_ids, now, now + self._max_transfer_s)
+        self._watch_lease(offer.key, min(self._lease_s, self._max_transfer_s))
         if part.reach is Reach.STREAM:
             offer.link.permits.begin(offer.transfer_id, self._pool, page_ids, writes=True)
         self._parts[offer.key] = part
@@ -351,18 +354,17 @@ class Granted:
 
     # Leases.
 
-    def _lease_timer(self, link: Link, transfer_id: int, after_s: float) -> asyncio.TimerHandle:
-        return self._loop.call_later(after_s, self._lease_due, link, transfer_id)
+    def _watch_lease(self, key: tuple[Link, int], after_s: float) -> None:
+        self._leases.begin(key, time.monotonic() + after_s, partial(self._lease_due, key))
 
-    def _lease_due(self, link: Link, transfer_id: int) -> None:
+    def _lease_due(self, key: tuple[Link, int]) -> None:
         """Nothing heard for too long: once to ask for the end, once more to stop waiting for it."""
-        key = link, transfer_id
         part = self._parts[key]
         arriving, now = part.whole.arrival.state is ArrivalState.ARRIVING, self._loop.time()
         too_old = arriving and now >= part.until
         left_s = part.heard + self._lease_s - now
         if left_s > 0 and not too_old:
-            part.lease_timer = self._lease_timer(*key, min(left_s, part.until - now) if arriving else left_s)
+            self._watch_lease(key, min(left_s, part.until - now) if arriving else left_s)
             return
         if too_old:
             rule, field, value = "no transfer keeps pages for longer", "max_transfer_s", self._max_transfer_s
@@ -373,7 +375,7 @@ class Granted:
             self._tally.lease_expired()
             self._stop_whole(part.whole, error, but=part)
             self._ask_to_stop(part, ErrorCode.LEASE_EXPIRED, str(error))
-            part.lease_timer = self._lease_timer(*key, self._lease_s)
+            self._watch_lease(key, self._lease_s)
         else:
             self._end_part(key, error, loud=part.may_be_loud)
 
@@ -381,7 +383,8 @@ class Granted:
         return offer.link.log.bind(transfer=offer.transfer_id, key=offer.offer.key, pool=self._name)
 
     def _forget(self, key: tuple[Link, int]) -> None:
-        self._parts.pop(key).lease_timer.cancel()
+        del self._parts[key]
+        self._leases.end(key)
         link, transfer_id = key
         link.permits.end(transfer_id)
 

@@ -144,16 +144,18 @@ def give_back(leases: Iterable[Lease], mark: Mark | None, *, recover: bool = Fal
     def ended(lease: Lease, error: BaseException | None) -> None:
         if error is not None:
             lease.allocator.quarantine(lease, reason=f"kernels may still use them: {error}")
-        elif recover:
+        else:
+            give_back([lease], None, recover=recover)
+
+    if mark is not None:
+        for lease in leases:
+            mark.then(partial(ended, lease))
+        return
+    for lease in leases:
+        if recover:
             lease.allocator.recover(lease)
         else:
             lease.release()
-
-    for lease in leases:
-        if mark is None:
-            ended(lease, None)
-        else:
-            mark.then(partial(ended, lease))
 
 
 def device_of(pool: PagePool, stream: Any) -> int:

@@ -76,7 +76,10 @@ class OfferQueue:
         self._num_wanted = 0
         self.expects = False
         """Whether the application chooses pages, or has done so."""
-        self._pages_freed = Nudge(self._look_again)
+        self._needs_pages = False
+        """Whether an offer waits for pages, or may be about to; set before the pool is asked, and looked at on whatever
+        thread gives some back."""
+        self._nudge = Nudge(self._look_again)
         pool.allocator.watch(self._pages_freed)
 
     @property
@@ -104,19 +107,26 @@ class OfferQueue:
         if whole is not None:
             self._granting.join(whole, offer)
             return
-        of_this_one = self._waiting.of(offer.link) + self._unexpected.of(offer.link)
-        if self.num_waiting >= _MAX_WAITING or of_this_one >= _MAX_WAITING_OF_ONE:
-            raise PeerBusyError("offers wait for pages already", field="waiting", value=self.num_waiting)
-        waiting_nbytes = self._waiting.nbytes + self._unexpected.nbytes
-        if self.num_waiting and waiting_nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
-            rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
-            raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
+        if self.num_waiting:
+            self._require_room(offer)
         self._arrivals.require_room()
         if self._pool.external or self.is_expected(offer.offer.key):
             self._unexpected.append(offer)
             self._place_expected()
-        elif len(self._waiting) or not self._grant(offer):
+            return
+        self._needs_pages = True
+        if len(self._waiting) or not self._grant(offer):
             self._waiting.append(offer)
+        else:
+            self._needs_pages = False
+
+    def _require_room(self, offer: GoodOffer) -> None:
+        of_this_one = self._waiting.of(offer.link) + self._unexpected.of(offer.link)
+        if self.num_waiting >= _MAX_WAITING or of_this_one >= _MAX_WAITING_OF_ONE:
+            raise PeerBusyError("offers wait for pages already", field="waiting", value=self.num_waiting)
+        if self._waiting.nbytes + self._unexpected.nbytes + offer.nbytes > _MAX_WAITING_NBYTES:
+            rule = f"with the tables of offers that wait already it is above {_MAX_WAITING_NBYTES} bytes"
+            raise PeerBusyError(rule, field="nbytes of the offer", value=offer.nbytes)
 
     def remove(self, link: Link, transfer_id: int) -> bool:
         """Whether an offer was waiting; it is not any more."""
@@ -146,6 +156,7 @@ class OfferQueue:
         while (head := self._waiting.first()) is not None and self._grant(head):
             self._waiting.remove(*head.key)
         if not len(self._waiting):
+            self._needs_pages = False
             self._told_short, self._num_wanted = None, 0
             self._shortages.over(self._name)
 
@@ -163,6 +174,11 @@ class OfferQueue:
         return self.remove_all()
 
     # In order.
+
+    def _pages_freed(self) -> None:
+        """On any thread, under the allocator's lock."""
+        if self._needs_pages:
+            self._nudge()
 
     def _too_late(self, offer: GoodOffer) -> None:
         error = DeadlineExceededError("no pages became free in time", field="deadline_s", value=offer.offer.deadline_s)

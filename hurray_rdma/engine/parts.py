@@ -61,7 +61,6 @@ class Part:
     heard: float
     until: float
     """When its time is over, whatever is heard, on the loop's clock."""
-    lease_timer: asyncio.TimerHandle
     unpacker: Unpacker | None = None
 
     @property

@@ -210,7 +210,7 @@ class Peer:
         budget_s = self._timeout_s if timeout_s is None else timeout_s
         name = key if key is not None else uuid.uuid4().hex
         check_context(snapshot.pool, self._surroundings.context)
-        mark = await marked(snapshot.pool, stream, timeout_s=budget_s)
+        mark = None if stream is None else await marked(snapshot.pool, stream, timeout_s=budget_s)
         connection = self._connection
         try:
             ready = mark is None or mark.has_passed()

@@ -84,6 +84,8 @@ class RemotePools:
     @property
     def on_devices(self) -> bool:
         """Whether pools on GPUs are to be opened yet (`open_on_devices`)."""
+        if len(self._open) == len(self._announced):
+            return False
         return any(pool_id not in self._open and pool.device != "cpu" for pool_id, (pool, _) in self._announced.items())
 
     async def open_on_devices(self) -> None:

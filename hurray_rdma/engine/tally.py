@@ -54,15 +54,32 @@ class _Flow:
     def __init__(self, direction: Direction) -> None:
         self._plans = direction in ("send", "fetch")
         self._serves = direction == "serve"
-        self._numbers: Counter[str] = Counter()
+        self._num_transfers = 0
+        self._num_pages = 0
+        self._num_resident = 0
+        self._logical_nbytes = 0
+        self._num_operations = 0
         self._lanes: Counter[tuple[str, str]] = Counter()
         self._times = _Times()
         self.failures: Counter[str] = Counter()
 
-    def add(self, nbytes: int, *, lane: str, path: str, seconds: float, **numbers: int) -> None:
-        self._numbers["num_transfers"] += 1
-        for name, number in numbers.items():
-            self._numbers[name] += number
+    def add(
+        self,
+        nbytes: int,
+        *,
+        lane: str,
+        path: str,
+        seconds: float,
+        num_pages: int = 0,
+        num_resident: int = 0,
+        logical_nbytes: int = 0,
+        num_operations: int = 0,
+    ) -> None:
+        self._num_transfers += 1
+        self._num_pages += num_pages
+        self._num_resident += num_resident
+        self._logical_nbytes += logical_nbytes
+        self._num_operations += num_operations
         # Senders say what they call their lanes.
         known = (lane, path) in self._lanes or len(self._lanes) < _MAX_LANES
         self._lanes[(lane, path) if known else ("other", "other")] += nbytes
@@ -81,14 +98,13 @@ class _Flow:
         )
 
     def value(self) -> DirectionStats:
-        numbers = self._numbers
         return DirectionStats(
-            num_transfers=numbers["num_transfers"],
+            num_transfers=self._num_transfers,
             nbytes=self._lanes.total(),
-            num_pages=None if self._serves else numbers["num_pages"],
-            num_resident=None if self._serves else numbers["num_resident"],
-            logical_nbytes=numbers["logical_nbytes"] if self._plans else None,
-            num_operations=numbers["num_operations"] if self._plans else None,
+            num_pages=None if self._serves else self._num_pages,
+            num_resident=None if self._serves else self._num_resident,
+            logical_nbytes=self._logical_nbytes if self._plans else None,
+            num_operations=self._num_operations if self._plans else None,
             seconds=None if self._serves else self._times.value(),
             failures=dict(self.failures),
             lanes=tuple(LaneStats(lane, path, nbytes) for (lane, path), nbytes in sorted(self._lanes.items())),

@@ -173,7 +173,7 @@ class Transfer(Exchange[Grant]):
         self._sent_layers.update(layers)
         try:
             stream = self._stream if stream is None else stream
-            mark = await marked(self._snapshot.pool, stream, timeout_s=self._left_s)
+            mark = None if stream is None else await marked(self._snapshot.pool, stream, timeout_s=self._left_s)
         except BaseException:
             self._sent_layers.difference_update(layers)
             raise
