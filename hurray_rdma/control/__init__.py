@@ -49,7 +49,6 @@ from hurray_rdma.control.framing import HEADER_NBYTES, FrameDecoder, encode
 from hurray_rdma.control.listener import ExposedError, Listener, check_listen, serve
 from hurray_rdma.control.messages import Message
 from hurray_rdma.control.offers import (
-    NO_PAGE_KEYS,
     NONE_RESIDENT,
     Commit,
     Fetch,
@@ -73,7 +72,6 @@ __all__ = [
     "MAX_QUIET_SESSIONS",
     "MIN_MESSAGE_NBYTES",
     "NONE_RESIDENT",
-    "NO_PAGE_KEYS",
     "AbortRequested",
     "Acknowledged",
     "Address",

@@ -6,6 +6,7 @@ knows neither sockets nor what the bytes are.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar
 
 from hurray_rdma.control.codes import LocalProtocolError
@@ -14,7 +15,7 @@ from hurray_rdma.control.exchange import Ended
 from hurray_rdma.control.messages import TensorDataEndMessage, TensorDataMessage
 from hurray_rdma.control.session import Session
 from hurray_rdma.control.states import Step, TransferKind, TransferState
-from hurray_rdma.control.transfers import Transfer
+from hurray_rdma.control.transfers import Transfer, every_index
 from hurray_rdma.errors import ProtocolError
 
 __all__ = ["DataSession"]
@@ -89,9 +90,28 @@ class DataSession(Session):
             self._said_ends(transfer, now)
         return True
 
+    def data_end_of_all(self, transfer_id: int, *, now: float) -> bool:
+        """As `data_end`, of all descriptors of a push at once.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            LocalProtocolError: as of it.
+        """
+        transfer = self._granted(transfer_id, TransferKind.PUSH)
+        if transfer is None:
+            return False
+        if transfer.num_ended:
+            raise LocalProtocolError("must be 0: some ended before", field="num_ended", value=transfer.num_ended)
+        self._book.say(transfer, Step.LAST_END)
+        transfer.mark_ended(every_index(transfer.num_descriptors))
+        self._say_ends(transfer, transfer.num_descriptors, now)
+        return True
+
     def _say_data_end(self, transfer: Transfer, descriptor_indices: tuple[int, ...]) -> None:
         if len(descriptor_indices) > 1 and transfer.kind is TransferKind.PUSH:
-            self._send(Ended(descriptor_indices), transfer.transfer_id)
+            self._send(_ended(descriptor_indices), transfer.transfer_id)
         else:
             for index in descriptor_indices:
                 self._send(TensorDataEndMessage(), transfer.transfer_id + 1 + index)
@@ -117,7 +137,7 @@ class DataSession(Session):
 
     def _say_ends(self, transfer: Transfer, count: int, now: float) -> None:
         """Say what ends this side's part, whole, and again unless it is answered."""
-        self._say_data_end(transfer, tuple(range(count)))
+        self._say_data_end(transfer, every_index(count))
         self._said_ends(transfer, now)
 
     def _said_ends(self, transfer: Transfer, now: float) -> None:
@@ -155,6 +175,11 @@ class DataSession(Session):
         events.append(DescriptorsEnded(transfer.transfer_id, ending))
         if transfer.all_ended:
             events.append(AllEnded(transfer.transfer_id))
+
+
+@lru_cache(maxsize=64)
+def _ended(descriptor_indices: tuple[int, ...]) -> Ended:
+    return Ended(descriptor_indices)
 
 
 def _require_carried(transfer: Transfer, index: int) -> None:

@@ -93,9 +93,13 @@ class SnapshotFields:
     """Heads of the model; 0 is all that there are in the pages."""
     page_keys: Uint8Array = field(default_factory=lambda: NO_PAGE_KEYS, repr=False)
     """A key of its content for each table entry, uint8 [seq_ptr[-1], key_nbytes]; key_nbytes 0 is none."""
-    num_descriptors: int = field(init=False)
+    num_descriptors: int = 0
+    """How many these are. Whoever has made them and the tables, and checked them, says it, and they are not looked at
+    here; else it is found out."""
 
     def __post_init__(self) -> None:
+        if self.num_descriptors:
+            return
         beyond_u32 = (self.pool_id | self.head_offset | self.total_heads) >> 32
         if beyond_u32 or self.generation >> 64 or len(self.order) > _MAX_ORDER_CHARS:
             self._check_numbers()

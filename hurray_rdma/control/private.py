@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from struct import pack
 from typing import Annotated, Any
 
 import msgspec
@@ -435,7 +436,8 @@ def _encode_reserve(reserve: Reserve) -> bytes:
 
 
 def _encode_ended(ended: Ended) -> bytes:
-    return _ENCODER.encode((np.array(ended.descriptor_indices, "<u4").tobytes(),))
+    indices = ended.descriptor_indices
+    return _ENCODER.encode((pack(f"<{len(indices)}I", *indices),))
 
 
 PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], bytes]]] = {

@@ -13,6 +13,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError
 from hurray_rdma.control.exchange import Abort
@@ -20,7 +21,7 @@ from hurray_rdma.control.offers import Fetch, Offer, Request, Reserve
 from hurray_rdma.control.states import HARMLESS_STEPS, OPEN_STATES, TRANSFER_STEPS, Step, TransferKind, TransferState
 from hurray_rdma.errors import ProtocolError
 
-__all__ = ["FIRST_TRANSFER_ID", "LAST_STREAM_ID", "Transfer", "TransferBook"]
+__all__ = ["FIRST_TRANSFER_ID", "LAST_STREAM_ID", "Transfer", "TransferBook", "every_index"]
 
 FIRST_TRANSFER_ID = 2
 LAST_STREAM_ID = 2**32 - 1
@@ -108,6 +109,8 @@ class Transfer:
         """Those that have not ended before, each once; none if the whole transfer has."""
         if not self.is_open:
             return ()
+        if not self.num_ended and descriptor_indices == every_index(self.num_descriptors):
+            return descriptor_indices
         return tuple([index for index in dict.fromkeys(descriptor_indices) if not self.ended[index]])
 
     def end_step(self, count: int) -> Step:
@@ -116,9 +119,18 @@ class Transfer:
         return Step.LAST_END if last else Step.END
 
     def mark_ended(self, descriptor_indices: tuple[int, ...]) -> None:
-        for index in descriptor_indices:
-            self.ended[index] = 1
+        if len(descriptor_indices) == len(self.ended):
+            self.ended = bytearray(b"\1") * len(self.ended)
+        else:
+            for index in descriptor_indices:
+                self.ended[index] = 1
         self.num_ended += len(descriptor_indices)
+
+
+@lru_cache(maxsize=64)
+def every_index(num_descriptors: int) -> tuple[int, ...]:
+    """Those of all descriptors of a snapshot."""
+    return tuple(range(num_descriptors))
 
 
 class TransferBook:

@@ -271,6 +271,11 @@ class AheadGrants:
         """The peer's pools are not what they were."""
         self._pairs.clear()
 
+    def pair_of(self, snapshot: Snapshot, name: str | None) -> _PoolPair | None:
+        """What is the same for all snapshots of its pool into the peer's of that name; None where these do not fit, or
+        pages cannot be written directly."""
+        return self._pair(snapshot.pool, name)
+
     def _pair(self, source: PagePool, name: str | None) -> _PoolPair | None:
         """None if snapshots of the pool cannot be sent this way: the usual way says why, if no way can."""
         pairs = self._pairs.get(source)

@@ -10,6 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hurray_rdma.cache import (
     CacheSpec,
     PagePool,
@@ -21,7 +24,7 @@ from hurray_rdma.cache import (
     spec_from,
     spec_of,
 )
-from hurray_rdma.cache.indices import total_of
+from hurray_rdma.cache.indices import dedupe, total_of, valid_pages
 from hurray_rdma.control import (
     Commit,
     DeviceUnavailableError,
@@ -59,6 +62,7 @@ __all__ = [
     "counts_beside",
     "page_map_of",
     "pages_nbytes",
+    "pages_of",
     "same_kind",
     "same_tensors",
     "source_of",
@@ -142,6 +146,13 @@ def announced_layout(pool: Pool) -> PoolLayout:
 def same_tensors(one: CacheSpec, other: CacheSpec) -> bool:
     """Whether two caches have the same layers and roles."""
     return one.layer_indices == other.layer_indices and set(one.roles) == set(other.roles)
+
+
+def pages_of(snapshot: Snapshot) -> NDArray[np.uint32]:
+    """Pages that hold tokens of it, each once: as of `page_map_of` where pages have one size, uint32, ascending."""
+    spec, num_pages = snapshot.pool.spec, snapshot.pool.num_pages
+    table, _ = valid_pages(snapshot.block_table, snapshot.seq_ptr, snapshot.seq_lens, spec.page_size)
+    return dedupe(table, num_pages=num_pages)[0]
 
 
 def page_map_of(snapshot: Snapshot, dest: CacheSpec) -> PageMap:

@@ -18,9 +18,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot
+from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot, descriptor_form
 from hurray_rdma.cache.indices import starts_of
-from hurray_rdma.control import NO_PAGE_KEYS, ClientSession, Commit, ErrorCode, Offer, Pool, StaleGenerationError
+from hurray_rdma.control import ClientSession, Commit, ErrorCode, Offer, Pool, StaleGenerationError
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
@@ -29,15 +29,15 @@ from hurray_rdma.engine.mover import Mover, Moves
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
-from hurray_rdma.format import Dialect
+from hurray_rdma.format import DescriptorForm, Dialect
 from hurray_rdma.plan import TransferPlan
 from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
 
-__all__ = ["Exchange", "RemotePool", "Route", "commit_of", "offer_of", "retain"]
+__all__ = ["INLINE_NBYTES", "Exchange", "RemotePool", "Route", "commit_of", "known_offer", "offer_of", "retain"]
 
 _log = logging.getLogger(__name__)
 
-_INLINE_NBYTES = 2 << 20
+INLINE_NBYTES = 2 << 20
 """What is copied through a mapping on the event loop: a third of a millisecond, as long as a thread takes to begin and
 to be heard of."""
 
@@ -176,6 +176,8 @@ class Exchange(ABC, Generic[Answer]):
         self._jobs: dict[asyncio.Future[Moves], Future[Moves]] = {}
         self._log = EngineLog(_log)
         self._remote: RemotePool
+        self.may_be_lost = True
+        """Whether a session that breaks before anything was moved costs no transfer; the next one does."""
         self._start_over()
 
     def _start_over(self) -> None:
@@ -229,7 +231,7 @@ class Exchange(ABC, Generic[Answer]):
         """Connects and asks; again where that can be of use."""
         self._started = time.monotonic()
         self._deadline = self._started + self._timeout_s
-        may_be_lost, stale = True, -1
+        stale = -1
         while True:
             self._route = await self._connect(self._deadline)
             self._log = self._route.log
@@ -244,9 +246,9 @@ class Exchange(ABC, Generic[Answer]):
                 self._start_over()
             except PeerLostError:
                 # Nothing was moved yet: a session that had broken unnoticed costs no transfer.
-                if not may_be_lost:
+                if not self.may_be_lost:
                     raise
-                may_be_lost = False
+                self.may_be_lost = False
                 self._start_over()
 
     async def _asked(self, transfer_id: int, what: str) -> Answer:
@@ -279,7 +281,7 @@ class Exchange(ABC, Generic[Answer]):
             work: moves pages out of it, or into it.
             nbytes: how many, about.
         """
-        if nbytes <= _INLINE_NBYTES and self._remote.path == Path.MAPPED.value and not pool.gate.renewing:
+        if nbytes <= INLINE_NBYTES and self._remote.path == Path.MAPPED.value and not pool.gate.renewing:
             try:
                 self._moves.add(work())
             except HurrayError as error:
@@ -435,18 +437,42 @@ def offer_of(
 ) -> Offer:
     """What is said of a snapshot that goes into a peer's pool; arguments as of `Offer` and `Peer.send`."""
     spec = snapshot.pool.spec
+    form = descriptor_form(snapshot.pool, dialect=dialect)
+    if page_keys is None:
+        return known_offer(snapshot, remote, key, form=form, deadline_s=deadline_s)
     return Offer(
         key=key,
         pool_id=remote.pool.pool_id,
         generation=remote.pool.generation,
-        descriptors=snapshot.encode_descriptors(dialect=dialect),
+        descriptors=form.encode(snapshot.counts()),
         block_table=snapshot.block_table,
         seq_ptr=snapshot.seq_ptr,
         seq_lens=snapshot.seq_lens,
         order=str(spec.order),
         head_offset=spec.head_offset,
         total_heads=spec.heads_of_model,
-        page_keys=page_keys if page_keys is not None else NO_PAGE_KEYS,
+        page_keys=page_keys,
+        deadline_s=deadline_s,
+        lane=remote.lane,
+        path=remote.path,
+    )
+
+
+def known_offer(snapshot: Snapshot, remote: RemotePool, key: str, *, form: DescriptorForm, deadline_s: float) -> Offer:
+    """As `offer_of`, where ``form`` is found already; what was checked of a snapshot is not looked at again."""
+    spec, pool = snapshot.pool.spec, remote.pool
+    return Offer(
+        key=key,
+        pool_id=pool.pool_id,
+        generation=pool.generation,
+        descriptors=form.encode(snapshot.counts()),
+        block_table=snapshot.block_table,
+        seq_ptr=snapshot.seq_ptr,
+        seq_lens=snapshot.seq_lens,
+        order=spec.order.value,
+        head_offset=spec.head_offset,
+        total_heads=spec.heads_of_model,
+        num_descriptors=len(form.marks),
         deadline_s=deadline_s,
         lane=remote.lane,
         path=remote.path,

@@ -20,6 +20,7 @@ from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
 from hurray_rdma.engine.marks import marked
 from hurray_rdma.engine.placement import Placement
+from hurray_rdma.engine.small_push import SmallPush
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.telling import Telling
 from hurray_rdma.engine.transfer import Transfer
@@ -211,7 +212,7 @@ class Peer:
         name = key if key is not None else uuid.uuid4().hex
         check_context(snapshot.pool, self._surroundings.context)
         mark = None if stream is None else await marked(snapshot.pool, stream, timeout_s=budget_s)
-        connection = self._connection
+        connection, may_be_lost = self._connection, True
         try:
             ready = mark is None or mark.has_passed()
         except TransportError as error:
@@ -225,7 +226,14 @@ class Peer:
                 )
                 if stats is not None:
                     return stats
-        async with self.begin(
+                push = None
+                if not zero_tails:
+                    push = self._small_push(connection, snapshot, name, pool=pool, started=started, timeout_s=budget_s)
+                if push is not None:
+                    if (stats := await push.send()) is not None:
+                        return stats
+                    may_be_lost = push.may_be_lost
+        transfer = self.begin(
             snapshot,
             key=name,
             pool=pool,
@@ -233,9 +241,30 @@ class Peer:
             zero_tails=zero_tails,
             stream=mark,
             timeout_s=budget_s - (time.monotonic() - started),
-        ) as transfer:
+        )
+        transfer.may_be_lost = may_be_lost
+        async with transfer:
             await transfer.send_rest()
         return transfer.stats
+
+    def _small_push(
+        self, route: Connection, snapshot: Snapshot, key: str, *, pool: str | None, started: float, timeout_s: float
+    ) -> SmallPush | None:
+        """None where that is not possible. Arguments as of `send`, of which ``started`` is when ``timeout_s`` began."""
+        pair = route.ahead.pair_of(snapshot, pool)
+        if pair is None or pair.whole is None or len(snapshot.block_table) > pair.max_entries:
+            return None
+        return SmallPush(
+            route,
+            pair.remote,
+            snapshot,
+            key,
+            form=pair.form,
+            whole=pair.whole,
+            started=started,
+            timeout_s=timeout_s,
+            tally=self._surroundings.tally,
+        )
 
     async def send_groups(
         self,

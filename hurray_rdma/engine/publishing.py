@@ -26,7 +26,7 @@ from hurray_rdma.control import (
     TransferFailed,
 )
 from hurray_rdma.control.checks import seconds
-from hurray_rdma.engine.compat import pages_nbytes
+from hurray_rdma.engine.compat import pages_nbytes, pages_of
 from hurray_rdma.engine.exchange import retain
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.marks import Mark
@@ -36,7 +36,6 @@ from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import ConfigError, GeometryError, HurrayError
 from hurray_rdma.format import Dialect
-from hurray_rdma.plan import dedupe, valid_pages
 
 __all__ = ["Publishing"]
 
@@ -124,7 +123,7 @@ class Publishing:
             key,
             snapshot,
             page_keys if page_keys is not None else np.empty((0, 0), np.uint8),
-            len(_pages(snapshot)) * pages_nbytes(snapshot.pool.spec),
+            len(pages_of(snapshot)) * pages_nbytes(snapshot.pool.spec),
             retain(snapshot),
             lease_s,
             mark.passed() if mark is not None else None,
@@ -279,7 +278,7 @@ class Publishing:
             nbytes=publication.nbytes,
             lease_s=published.lease_s,
             time_s=min(fetch.deadline_s, self._max_transfer_s),
-            streamed=_pages(snapshot) if reach_of(fetch.path, fetch.lane) is Reach.STREAM else None,
+            streamed=pages_of(snapshot) if reach_of(fetch.path, fetch.lane) is Reach.STREAM else None,
             on_end=partial(self._read, publication),
         )
 
@@ -298,13 +297,6 @@ class Publishing:
         if not publication.num_reading:
             # From the loop: what it raises is the loop's to tell, and harms neither reader nor session.
             self._loop.call_soon(publication.on_end, publication.key, publication.num_read)
-
-
-def _pages(snapshot: Snapshot) -> NDArray[np.uint32]:
-    """Those that hold tokens of it, each once."""
-    spec, num_pages = snapshot.pool.spec, snapshot.pool.num_pages
-    table, _ = valid_pages(snapshot.block_table, snapshot.seq_ptr, snapshot.seq_lens, spec.page_size)
-    return dedupe(table, num_pages=num_pages)[0]
 
 
 def _nobody_asks(_key: str, _num_read: int) -> None:

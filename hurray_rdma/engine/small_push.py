@@ -1,0 +1,182 @@
+"""One small push as its sender sees it: offered, and copied in the very event that brings its grant.
+
+For pages that lie alike in both pools and go through a mapping; all others are pushed by `hurray_rdma.engine.transfer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+from hurray_rdma.cache import Snapshot
+from hurray_rdma.control import Grant, StaleGenerationError
+from hurray_rdma.engine.compat import page_map_of, pages_of
+from hurray_rdma.engine.exchange import INLINE_NBYTES, Exchange, RemotePool, Route, known_offer, retain
+from hurray_rdma.engine.mover import Moves
+from hurray_rdma.engine.stats import TransferStats
+from hurray_rdma.engine.tally import Tally
+from hurray_rdma.errors import HurrayError, PeerLostError, TransferAbortedError
+from hurray_rdma.format import DescriptorForm
+from hurray_rdma.plan import Plan, WholePages, plan_transfer
+
+__all__ = ["SmallPush"]
+
+
+class SmallPush(Exchange[Grant | None]):
+    """A snapshot on its way to a peer; the answer is its grant, or None where it was copied by then and acknowledged.
+
+    Args:
+        route: the connection.
+        remote: the peer's pool, mapped.
+        snapshot, key: as of `Peer.send`.
+        form: of the descriptors of the snapshot's pool.
+        whole: of the two pools.
+        started: when ``timeout_s`` began, on the monotonic clock, seconds.
+        timeout_s: for all of it.
+        tally: counts what happens.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        remote: RemotePool,
+        snapshot: Snapshot,
+        key: str,
+        *,
+        form: DescriptorForm,
+        whole: WholePages,
+        started: float,
+        timeout_s: float,
+        tally: Tally,
+    ) -> None:
+        async def connect(_deadline: float) -> Route:
+            return route
+
+        super().__init__(connect, key, timeout_s=timeout_s, tally=tally, direction="send")
+        self._started, self._deadline = started, started + timeout_s
+        self._route, self._remote = route, remote
+        self._form, self._whole = form, whole
+        self._snapshot = snapshot
+        self._num_pages = self._num_resident = 0
+        self._moved = False
+        """Or about to be."""
+
+    async def send(self) -> TransferStats | None:
+        """All of it; None if nothing was moved and it may be offered again: the pool is not what it was, or the session
+        had broken unnoticed.
+
+        Raises:
+            HurrayError: as `Peer.send`.
+        """
+        snapshot, transfer_id = self._snapshot, None
+        lease = retain(snapshot)
+        try:
+            offer = known_offer(snapshot, self._remote, self._key, form=self._form, deadline_s=self._left_s)
+            transfer_id = self._route.session.offer(offer, now=self._loop.time(), timeout_s=self._left_s)
+            self._transfer_id = transfer_id
+            self._route.register(transfer_id, self)
+            self._route.notify()
+            self._pages = pages_of(snapshot)  # while the peer looks at the offer
+            grant = await self._wait(self._answer, "a grant")
+            if grant is not None:
+                await self._write(grant)
+                await self._wait(self._acknowledged, "the acknowledgement")
+        except BaseException as error:
+            self._log = self._route.log.bind(transfer=transfer_id)
+            try:
+                await self._give_up("the transfer was not completed")
+            except asyncio.CancelledError as cancelled:
+                self._failed(cancelled)
+                raise
+            if not self._moved and isinstance(error, StaleGenerationError | PeerLostError):
+                self.may_be_lost = isinstance(error, StaleGenerationError)
+                return None
+            self._failed(error)
+            raise
+        finally:
+            lease.release()
+        self._forget()
+        stats = self._stats_of(snapshot, num_pages=self._num_pages, num_resident=self._num_resident)
+        self._tally.sent(stats)
+        if self._route.log.isEnabledFor(logging.DEBUG):
+            log = self._route.log.bind(transfer=transfer_id, key=self._key)
+            log.debug("sent: %d pages by %s", stats.num_pages, stats.lane)
+        return stats
+
+    # What the route tells it.
+
+    def answered(self, answer: Grant | None) -> None:
+        """Copies at once, where that takes no longer than to wake up whoever waits; else that does."""
+        if answer is not None and self._error is None and not self._snapshot.pool.gate.renewing:
+            plan = self._plan_of(answer)
+            if plan is not None and plan.nbytes <= INLINE_NBYTES:
+                self._moved = True
+                try:
+                    self._moves = self._copy(plan)
+                except HurrayError as error:
+                    self.fail(error)
+                else:
+                    self._say_ended()
+                return
+        super().answered(answer)
+
+    def acknowledged(self) -> None:
+        super().acknowledged()
+        self.answered(None)
+
+    async def abort(self, reason: str) -> None:
+        self.fail(TransferAbortedError(f"the transfer of {self._key!r} was aborted here: {reason}"))
+        await self._give_up(reason)
+
+    # Steps.
+
+    def _plan_of(self, grant: Grant) -> Plan | None:
+        """Every page to the one of its place in the grant; None unless all of them travel."""
+        num_pages = len(self._pages)
+        if len(grant.page_ids) != num_pages or (len(grant.resident) and grant.resident.any()):
+            return None
+        self._num_pages = num_pages
+        return self._whole.plan(self._pages, grant.page_ids)
+
+    async def _write(self, grant: Grant) -> None:
+        """In its turn: the pool here is being registered anew, or some pages are there already, or all are many."""
+        source, plan = self._snapshot.pool, self._plan_of(grant)
+        self._moved = True
+        if plan is not None:
+            await self._move(source, partial(self._copy, plan), plan.nbytes)
+        else:
+            whole = plan_transfer(
+                source.layout,
+                self._remote.layout,
+                page_map_of(self._snapshot, self._remote.layout.spec),
+                grant.page_ids,
+                resident=grant.resident if len(grant.resident) else None,
+            )
+            self._num_pages, self._num_resident = whole.num_pages, whole.num_resident
+            mover = self._mover_of(source, whole)
+            await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), whole.nbytes)
+        self._say_ended()
+
+    def _copy(self, plan: Plan) -> Moves:
+        """Through the mapping."""
+        source = self._snapshot.pool
+        with source.gate.moving(timeout_s=self._left_s):
+            moved = self._remote.memories[0].write(
+                source.regions[0],
+                src_offsets=plan.src_offsets,
+                dst_offsets=plan.dst_offsets,
+                lengths=plan.lengths,
+                stop=self._stop,
+                timeout_s=self._left_s,
+            )
+        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
+
+    def _say_ended(self) -> None:
+        if self._error is None and self._transfer_id is not None:
+            self._route.session.data_end_of_all(self._transfer_id, now=self._loop.time())
+            self._route.notify()
+
+    def _not_in_time(self, future: Any, what: str) -> None:
+        super()._not_in_time(future, "the acknowledgement" if self._moved else what)
