@@ -65,6 +65,7 @@ class Channel(asyncio.BufferedProtocol):
         self._heard_end = False
         self._shutting = False
         self._delivering = False
+        self._later: list[Callable[[], None]] = []
         self._told_end = False
         self._failure: Exception | None = None
         self._lost: asyncio.Future[None] = self._loop.create_future()
@@ -143,6 +144,8 @@ class Channel(asyncio.BufferedProtocol):
                     break  # the handler of an earlier one has cut the connection
                 self._told_end = isinstance(event, SessionClosed)
                 try:
+                    if self._later:
+                        self._catch_up()
                     self._on_event(event)
                 except Exception as error:
                     # The others are owed to it still: what it holds of the session, it lets go by the last of them.
@@ -150,8 +153,25 @@ class Channel(asyncio.BufferedProtocol):
         finally:
             self._delivering = False
             self.notify()
+        try:
+            if self._later:
+                self._catch_up()
+        except Exception as error:
+            failure = failure or error
         if failure is not None:
             raise failure
+
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Calls it once what is said in answer to the event under way is sent, in any case before the next event; at once
+        if none is under way. What it raises is as if the handler of events had."""
+        if self._delivering:
+            self._later.append(work)
+        else:
+            work()
+
+    def _catch_up(self) -> None:
+        while self._later:
+            self._later.pop(0)()
 
     # Bytes out.
 

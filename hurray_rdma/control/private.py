@@ -10,7 +10,7 @@ and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from struct import pack
 from typing import Annotated, Any
@@ -168,6 +168,7 @@ class _Ended(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     descriptor_indices: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_DESCRIPTORS)]
 
 
+_MAX_KNOWN_NBYTES = 2048
 _REGION = attrgetter(*PoolRegion.__slots__)
 _UINT32_LE = np.dtype("<u4")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -323,7 +324,15 @@ def _decode_abort(payload: memoryview) -> Message:
 
 
 def _decode_ended(payload: memoryview) -> Message:
+    # Senders of one cache say the same again and again.
+    return _known_ended(bytes(payload)) if len(payload) <= _MAX_KNOWN_NBYTES else _ended(payload)
+
+
+def _ended(payload: memoryview | bytes) -> Ended:
     return Ended(tuple(_u32_array("descriptor_indices", _ENDED.decode(payload).descriptor_indices).tolist()))
+
+
+_known_ended = lru_cache(maxsize=64)(_ended)
 
 
 def _decode_nothing(message: Quiet | Renew, payload: memoryview) -> Message:

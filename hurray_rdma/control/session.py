@@ -108,7 +108,8 @@ class Session(ABC):
         self._last_heard = min(now, self._last_heard + len(data) / _MIN_NBYTES_PER_S)
         outbox = self._outbox
         try:
-            outbox.require_read()
+            if outbox.overflowed:
+                outbox.require_read()
             for stream_id, message in self._decoder.feed(data):
                 self._last_heard = now
                 self._hear(stream_id, message, now, events)

@@ -1,4 +1,5 @@
-"""What one sender says of the snapshots that it has put into pages granted ahead, held to the same rules as offers.
+"""What one sender says of its snapshots, in offers or once they are in pages granted ahead: descriptors that were
+checked are compared from then on.
 
 Knows one pool's geometry; knows no pages and no leases.
 """
@@ -9,7 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from hurray_rdma.cache import CacheSpec
-from hurray_rdma.control import Commit, Reserve
+from hurray_rdma.control import Commit, Offer, Reserve, SnapshotFields
 from hurray_rdma.engine.compat import MAX_KNOWN_NBYTES, Source, counts_beside, source_of
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import DescriptorForm, Dialect, counts_of, descriptor_length
@@ -26,6 +27,8 @@ class _Known(NamedTuple):
     head_offset: int
     total_heads: int
     source: Source
+    heads: tuple[int, int]
+    """The model's heads that it brings: first, and the one after the last."""
 
 
 class Commits:
@@ -41,6 +44,7 @@ class Commits:
         self._dest = dest
         self._dialect = dialect
         self._devices = devices
+        self._heads = dest.heads
         self._known: _Known | None = None
 
     def check(self, commit: Commit, reserve: Reserve) -> PageMap:
@@ -51,26 +55,38 @@ class Commits:
             HurrayError: as of `check_snapshot`.
         """
         known = self._known
-        source = known.source if known is not None and _is_of(known, commit) else self._learn(commit, reserve)
-        return source.page_map(commit, self._dest)
+        if known is None or not _is_of(known, commit):
+            known = self._learn(commit.of_pool(reserve.pool_id, reserve.generation))
+        if known.heads != self._heads:
+            raise GeometryError(f"pages granted ahead are for {self._heads}", field="heads", value=known.heads)
+        return known.source.page_map(commit, self._dest)
 
-    def _learn(self, commit: Commit, reserve: Reserve) -> Source:
-        told = commit.of_pool(reserve.pool_id, reserve.generation)
+    def check_offer(self, offer: Offer) -> tuple[CacheSpec, tuple[int, int], PageMap]:
+        """The sender's cache, the model's heads that it brings, and which pages of a grant are to hold what, in order.
+
+        Raises:
+            HurrayError: as of `check_snapshot`.
+        """
+        known = self._known
+        if known is None or not _is_of(known, offer):
+            known = self._learn(offer)
+        return known.source.spec, known.heads, known.source.page_map(offer, self._dest)
+
+    def _learn(self, told: SnapshotFields) -> _Known:
         source = source_of(told, self._dest, dialect=self._dialect, devices=self._devices)
-        if (heads := common_heads(source.spec, self._dest)) != self._dest.heads:
-            raise GeometryError(f"pages granted ahead are for {self._dest.heads}", field="heads", value=heads)
+        heads = common_heads(source.spec, self._dest)
         first = told.descriptors[: len(told.descriptors) // told.num_descriptors]
+        form = DescriptorForm(first, self._dest.tensor_marks)
+        known = _Known(form, told.order, told.head_offset, told.total_heads, source, heads)
         if len(first) <= MAX_KNOWN_NBYTES and counts_of(first) is not None and descriptor_length(first) == len(first):
-            form = DescriptorForm(first, self._dest.tensor_marks)
-            known = _Known(form, told.order, told.head_offset, told.total_heads, source)
-            self._known = known if _is_of(known, commit) else None
-        return source
+            self._known = known if _is_of(known, told) else None
+        return known
 
 
-def _is_of(known: _Known, commit: Commit) -> bool:
+def _is_of(known: _Known, told: SnapshotFields | Commit) -> bool:
     return (
-        known.form.encode(counts_beside(commit)) == commit.descriptors
-        and known.order == commit.order
-        and known.head_offset == commit.head_offset
-        and known.total_heads == commit.total_heads
+        known.form.encode(counts_beside(told)) == told.descriptors
+        and known.order == told.order
+        and known.head_offset == told.head_offset
+        and known.total_heads == told.total_heads
     )

@@ -173,7 +173,7 @@ class Granted:
         whole = part.whole
         whole.parts.remove(part)
         if not whole.parts and self.unfilled.get(part.offer.offer.key) is not whole:
-            self.complete(whole)
+            link.afterwards(partial(self.complete, whole))
         self._look_idle()
 
     def complete(self, whole: Whole) -> None:
@@ -181,9 +181,10 @@ class Granted:
         if whole.page_keys is not None:
             self._pool.resident.insert(whole.page_keys, whole.written)
         now, offer = self._loop.time(), whole.offer
+        num_pages = len(whole.written)
         self._tally.received(
-            nbytes=len(whole.written) * pages_nbytes(self._pool.spec),
-            num_pages=len(whole.written),
+            nbytes=num_pages * pages_nbytes(self._pool.spec),
+            num_pages=num_pages,
             num_resident=whole.num_resident,
             lane=offer.offer.lane.removesuffix(" (expected)"),  # as the sender's later offers say it
             path=offer.offer.path,
@@ -193,7 +194,8 @@ class Granted:
         whole.arrival.completed()
         if whole.page_keys is not None:
             self._on_keys()
-        self._log(offer).debug("complete: %d pages by %s", len(whole.written), offer.offer.lane)
+        if offer.link.log.isEnabledFor(logging.DEBUG):
+            self._log(offer).debug("complete: %d pages by %s", len(whole.written), offer.offer.lane)
 
     def committed(self, link: Link, transfer_id: int, arrival: Arrival, *, num_pages: int, seconds: float) -> None:
         """An arrival whose pages were written before it was known.

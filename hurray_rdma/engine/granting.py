@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import Lease, PagePool
-from hurray_rdma.control import ErrorCode, Grant
+from hurray_rdma.control import NONE_RESIDENT, ErrorCode, Grant
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.link import Link
@@ -61,23 +62,22 @@ class Granting:
             HurrayError: the sender is gone, or accepts no grant of that length.
         """
         allocator, page_map = self._pool.allocator, offer.page_map
-        resident, page_keys = None, None
-        page_ids = np.empty(page_map.num_pages, np.uint32)
-        found = np.zeros(page_map.num_pages, np.bool_)
-        if offer.page_keys is not None:
-            page_keys = offer.page_keys
-            here = self._pool.resident.acquire(page_keys)
-            found, resident, page_ids = here.found, here.lease, here.page_ids.copy()
-            page_keys = page_keys[~found]
-        num_written = int((~found).sum())
+        here = None if offer.page_keys is None else self._pool.resident.acquire(offer.page_keys)
+        num_written = page_map.num_pages if here is None else int((~here.found).sum())
         try:
             written = allocator.lease(num_written)
         except PoolExhaustedError:
-            if resident is not None:
-                resident.release()
+            if here is not None:
+                here.lease.release()
             return max(1, num_written - allocator.accounts().free)  # some may have come back just now
+        if here is None or offer.page_keys is None:
+            nothing = np.zeros(num_written, np.bool_)
+            self._begin(offer, written.page_ids, nothing, written=written, resident=None, page_keys=None)
+            return 0
+        page_ids, found = here.page_ids.copy(), here.found
         page_ids[~found] = written.page_ids
-        self._begin(offer, page_ids, found, written=written, resident=resident, page_keys=page_keys)
+        page_keys = offer.page_keys[~found]
+        self._begin(offer, page_ids, found, written=written, resident=here.lease, page_keys=page_keys)
         return 0
 
     def _begin(
@@ -102,14 +102,15 @@ class Granting:
             lane=offer.offer.lane,
             path=offer.offer.path,
         )
-        whole = Whole(arrival, offer, written, page_keys, int(found.sum()), self._loop.time())
+        whole = Whole(arrival, offer, written, page_keys, len(page_ids) - len(written), self._loop.time())
         try:
             self._grant(whole, offer, page_ids, found)
         except HurrayError as error:
             arrival.stopping(error)
             arrival.ended(quiet=True)  # it was not granted
             raise
-        (take or self._arrivals.put_nowait)(arrival)
+        # The application hears of it once its sender has: what it does then keeps nobody waiting.
+        offer.link.afterwards(partial(take or self._arrivals.put_nowait, arrival))
 
     def arrival(
         self,
@@ -164,10 +165,16 @@ class Granting:
         self._grant(whole, offer, page_ids, np.zeros(len(page_ids), np.bool_))
 
     def _grant(self, whole: Whole, offer: GoodOffer, page_ids: NDArray[np.uint32], resident: NDArray[np.bool_]) -> None:
-        grant = Grant(generation=self.generation, page_ids=page_ids, resident=resident, lease_s=self._lease_s)
+        some = resident.any()
+        grant = Grant(
+            generation=self.generation,
+            page_ids=page_ids,
+            resident=resident if some else NONE_RESIDENT,
+            lease_s=self._lease_s,
+        )
         if not offer.link.session.grant(offer.transfer_id, grant, now=self._loop.time()):
             raise TransferAbortedError(f"the sender of {offer.offer.key!r} does not wait for its grant any more")
-        self._granted.add(whole, offer, page_ids[~resident])
+        self._granted.add(whole, offer, page_ids[~resident] if some else page_ids)
         offer.link.notify()
 
     def _abort(self, arrival: Arrival, reason: str) -> None:

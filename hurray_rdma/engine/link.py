@@ -40,6 +40,7 @@ class Link:
         self.session = channel.session
         self.notify = channel.notify
         self.flush = channel.flush
+        self.afterwards = channel.afterwards
         self.cut = channel.abort
         """Ends the connection at once."""
         self.peer: PeerInfo = channel.session.peer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from functools import lru_cache
 
 __all__ = ["NEVER_LATE", "Reach", "reach_of"]
 
@@ -32,6 +33,7 @@ NEVER_LATE = frozenset({Reach.FRAMES, Reach.STREAM})
 """Of which nothing can land once this side has ended the transfer."""
 
 
+@lru_cache(maxsize=64)
 def reach_of(path: str, lane: str) -> Reach:
     """The reach of a sender that writes by ``path`` over ``lane``, as it said in its offer.
 

@@ -34,7 +34,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.commits import Commits
-from hurray_rdma.engine.compat import announcement, check_snapshot
+from hurray_rdma.engine.compat import announcement
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.granting import Granting
 from hurray_rdma.engine.link import Link
@@ -56,7 +56,7 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 from hurray_rdma.format import Dialect
-from hurray_rdma.plan import PageMap, common_heads, map_keys
+from hurray_rdma.plan import PageMap, map_keys
 
 __all__ = ["Receiver"]
 
@@ -351,8 +351,8 @@ class Receiver:
         self._require_open(offer)
         if not self._queue.expects:
             self.pool.check_grantable()
-        peer = link.peer
-        source, page_map = check_snapshot(offer, self.pool.spec, dialect=Dialect(peer.dialect), devices=peer.devices)
+        commits = self._commits.get(link) or self._commits_of(link)
+        source, heads, page_map = commits.check_offer(offer)
         if self.pool.allocator.never_fits(page_map.num_pages):
             raise PoolExhaustedError(
                 f"is above all {self.pool.num_pages} pages of the receiving pool: it never fits",
@@ -360,7 +360,6 @@ class Receiver:
                 value=page_map.num_pages,
                 fix="Send fewer sequences at a time, or make the receiving pool larger",
             )
-        heads = common_heads(source, self.pool.spec)
         page_keys = None
         if offer.page_keys.shape[1] and heads == self.pool.spec.heads:
             # A key stands for a whole page; a sender of some of its heads can neither spare it nor enter it.

@@ -12,6 +12,8 @@ from dataclasses import replace
 from hurray_rdma.cache import PageAccounts, PagePool
 from hurray_rdma.control import (
     Channel,
+    Committed,
+    DescriptorsEnded,
     Event,
     EventHandler,
     Fetched,
@@ -26,6 +28,7 @@ from hurray_rdma.control import (
     SessionOpened,
     SSLContext,
     StaleGenerationError,
+    TensorData,
     serve,
 )
 from hurray_rdma.engine.link import Link
@@ -383,6 +386,9 @@ class Reception:
                         link.session.refuse(transfer_id, error, now=link.now)
                 case Fetched():
                     self.publishing.handle(link, event)
+                case Committed() | DescriptorsEnded() | TensorData():  # of pushes only
+                    for receiver in self._all():
+                        receiver.handle(link, event)
                 case SessionClosed(error=error, orderly=orderly):
                     for receiver in self._all():
                         receiver.handle(link, event)

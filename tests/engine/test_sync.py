@@ -306,7 +306,7 @@ def test_errors_are_those_of_the_other_side_with_its_traceback() -> None:
         with pytest.raises(PoolExhaustedError, match="never fits") as caught:
             peer.send(there.snapshot([[1, 2, 3, 4, 5]], [20]))
         frames = traceback.extract_tb(caught.value.__traceback__)
-        assert any(frame.filename.endswith("engine/transfer.py") for frame in frames)
+        assert any(frame.filename.endswith("engine/exchange.py") for frame in frames)
         with pytest.raises(GeometryError, match="layer"), peer.begin(there.snapshot([[1]], [4])) as transfer:
             transfer.send_layer(3)
         with full(there, peer):
