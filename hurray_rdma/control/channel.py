@@ -162,8 +162,10 @@ class Channel(asyncio.BufferedProtocol):
             raise failure
 
     def afterwards(self, work: Callable[[], None]) -> None:
-        """Calls it once what is said in answer to the event under way is sent, or before the next event; at once where none
-        is under way. What it raises is as if the handler of events had."""
+        """Calls it once what is said in answer to the event under way is sent, or before the next event; else at once.
+
+        What it raises is as if the handler of events had.
+        """
         if self._delivering:
             self._later.append(work)
         else:
