@@ -31,6 +31,7 @@ from hurray_rdma.control import (
     PoolAnnounced,
     PoolRegion,
     PoolsAnnounced,
+    Refused,
     ServerSession,
     SessionClosed,
     SessionConfig,
@@ -164,6 +165,42 @@ def test_whole_transfer(
             receiver,
         ):
             await transfer(sender, receiver, make_offer(), make_pool(), grant)
+
+    run(main())
+
+
+def test_what_is_for_afterwards_follows_the_answer_and_precedes_the_next_event(
+    make_config: MakeConfig, make_offer: Callable[..., Offer]
+) -> None:
+    """Two offers come at once: their answers go out together, what is for after the first is done before the second."""
+    done: list[str] = []
+
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+            client, server = sender.channel, receiver.channel
+            assert isinstance(client.session, ClientSession)
+            assert isinstance(server.session, ServerSession)
+            write, hear = server._write, server._on_event
+
+            def written(transport: asyncio.Transport, parts: list[bytes | memoryview]) -> None:
+                done.append("answers")
+                write(transport, parts)
+
+            def heard(event: Event) -> None:
+                hear(event)
+                if isinstance(event, Offered):
+                    done.append("offer")
+                    server.session.refuse(event.transfer_id, PeerLostError("not today"), now=server.now)
+                    server.afterwards(lambda: done.append("afterwards"))
+
+            server._write, server._on_event = written, heard  # type: ignore[method-assign]
+            for _ in range(2):
+                client.session.offer(make_offer(), now=client.now, timeout_s=5)
+            client.notify()
+            for _ in range(2):
+                await sender.next(Refused)
+            server.afterwards(lambda: done.append("at once"))
+            assert done == ["offer", "afterwards", "offer", "answers", "afterwards", "at once"]
 
     run(main())
 

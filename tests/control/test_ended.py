@@ -76,6 +76,32 @@ def test_ends_of_several_are_one_message_and_the_end_of_one_is_the_formats_own(
     ]
 
 
+def test_all_of_a_push_end_at_once_and_are_said_again_whole(pair: ConnectionPair, granted: int) -> None:
+    assert pair.client.data_end_of_all(granted, now=pair.now)
+    data = pair.client.data_to_send()
+    assert said(data) == [(granted, Ended(ALL))]
+    for _ in range(2):  # the second time as if it were late
+        pair.server.receive(data, pair.now)
+    pair.settle()
+    assert pair.server.acknowledge(granted, now=pair.now)
+    pair.settle()
+    assert pair.take("client") == [Acknowledged(granted)]
+    assert not pair.client.data_end_of_all(granted, now=pair.now)
+
+
+def test_all_cannot_end_before_the_grant_nor_after_some_have(pair: ConnectionPair, offered: int, grant: Grant) -> None:
+    with pytest.raises(LocalProtocolError, match="not answered yet"):
+        pair.client.data_end_of_all(offered, now=pair.now)
+    pair.server.grant(offered, grant, now=pair.now)
+    pair.settle()
+    assert pair.client.data_end(offered, 1, now=pair.now)
+    with pytest.raises(LocalProtocolError, match="some ended before"):
+        pair.client.data_end_of_all(offered, now=pair.now)
+    assert pair.client.data_end(offered, 0, 2, 3, now=pair.now)
+    with pytest.raises(LocalProtocolError, match="some ended before"):
+        pair.client.data_end_of_all(offered, now=pair.now)
+
+
 def test_a_whole_snapshot_ends_in_one_message(pair: ConnectionPair, granted: int) -> None:
     complete(pair, granted)
     assert pair.num_open("client") == pair.num_open("server") == 0

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
-from hurray_rdma.control import Commit, Reserve
+from hurray_rdma.control import Commit, Offer, Reserve
 from hurray_rdma.engine import exchange
 from hurray_rdma.engine.commits import Commits
+from hurray_rdma.engine.compat import check_snapshot
 from hurray_rdma.errors import DescriptorError, GeometryError, HurrayError
 from hurray_rdma.format import Dialect
 from hurray_rdma.plan import PageMap
@@ -100,6 +101,51 @@ def u32(*values: int) -> np.ndarray:
 def test_what_breaks_a_rule_is_refused_all_the_same(first: Commit, good: Commit, fields: dict[str, object]) -> None:
     outcome = both_ways(first, changed(good, **fields))
     assert not isinstance(outcome, PageMap) or fields == {"order": "HND"}  # which pages may be in, too
+
+
+def offer_of(commit: Commit, **fields: object) -> Offer:
+    facts = {name: getattr(commit, name) for name in Commit.__dataclass_fields__}
+    return Offer(pool_id=0, generation=1, deadline_s=1, **(facts | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"block_table": u32(7, 3, 16, 7, 3, 2)},
+        {"seq_lens": u32(21, 1)},
+        {"seq_lens": u32(12, 13)},
+        {"total_heads": 4},
+        {"head_offset": 1},
+        {"order": "HND"},
+        {"order": "none"},
+    ],
+    ids=str,
+)
+def test_offers_are_held_to_what_is_known_and_to_the_same_rules(
+    first: Commit, good: Commit, fields: dict[str, object]
+) -> None:
+    offer, knowing, outcomes = offer_of(good, **fields), commits(), []
+    knowing.check(first, RESERVE)
+    for each in (knowing.check_offer, lambda told: check_snapshot(told, SPEC, dialect=Dialect.ADR_024, devices={0})):
+        try:
+            spec, *_, page_map = each(offer)
+        except HurrayError as error:
+            outcomes.append(type(error))
+        else:
+            outcomes.append((spec, page_map.num_pages, page_map.entries.tolist()))
+    assert outcomes[0] == outcomes[1]
+    assert (outcomes[0] == (SPEC, 4, [2, 1, 3, 2, 1, 0])) is (fields == {})
+
+
+def test_offers_of_some_heads_are_known_as_such_and_commits_of_them_refused() -> None:
+    half = CacheSpec(num_layers=1, num_heads=1, head_dim=8, page_size=4, dtype="bfloat16", head_offset=1, total_heads=2)
+    slices, checking = commit_of([[1, 5]], [8], half), commits()
+    for _ in range(2):
+        spec, heads, page_map = checking.check_offer(offer_of(slices))
+        assert (spec, heads, page_map.num_pages) == (half, (1, 2), 2)
+        with pytest.raises(GeometryError, match="pages granted ahead are for"):
+            checking.check(slices, RESERVE)
 
 
 def test_another_cache_is_looked_at_anew_and_the_first_one_again(first: Commit, good: Commit) -> None:
