@@ -9,12 +9,13 @@ from hurray_rdma.cache.describe import spec_from, spec_of
 from hurray_rdma.cache.groups import PoolGroups, SnapshotGroups
 from hurray_rdma.cache.keys import KEY_NBYTES, page_keys, snapshot_keys
 from hurray_rdma.cache.layout import Part, PoolLayout, Segment, page_nbytes_of, parts_of
-from hurray_rdma.cache.pool import PagePool
+from hurray_rdma.cache.pool import BELLS_NBYTES, PagePool
 from hurray_rdma.cache.resident import Resident, ResidentIndex
 from hurray_rdma.cache.snapshot import Snapshot, descriptor_form, known_snapshot
 from hurray_rdma.cache.spec import CacheSpec, PageOrder
 
 __all__ = [
+    "BELLS_NBYTES",
     "KEY_NBYTES",
     "CacheSpec",
     "Lease",

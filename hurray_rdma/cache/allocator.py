@@ -88,14 +88,13 @@ class Lease:
         """Gives the pages back (or this lease's share in them). Harmless when repeated, or after a quarantine."""
         self._allocator._release(self)
 
-    def split(self, count: int, /) -> Lease:
-        """A lease of its own of the first ``count`` pages; this one keeps the others.
+    def trim(self, count: int, /) -> None:
+        """Keeps the first ``count`` pages, and gives the others back. Harmless when they are back, or in quarantine.
 
         Raises:
             GeometryError: there are not so many.
-            LeaseExpiredError: they are not this lease's any more.
         """
-        return self._allocator._split(self, count)
+        self._allocator._trim(self, count)
 
     def __enter__(self) -> Lease:
         return self
@@ -322,13 +321,15 @@ class PageAllocator:
         self._leases.add(lease)
         return lease
 
-    def _split(self, lease: Lease, count: int) -> Lease:
+    def _trim(self, lease: Lease, count: int) -> None:
         with self._lock:
-            page_ids = lease.page_ids
+            page_ids = lease._page_ids
             if not 0 <= count <= len(page_ids):
                 raise GeometryError(f"must be from 0 to {len(page_ids)}", field="count", value=count)
-            lease._page_ids = page_ids[count:]
-            return self._new_lease(page_ids[:count])
+            if count < len(page_ids) and lease.state is LeaseState.HELD:
+                self._ledger.drop(page_ids[count:])
+                lease._page_ids = page_ids[:count]
+                self._tell_freed()
 
     def _release(self, lease: Lease) -> None:
         with self._lock:
@@ -345,5 +346,8 @@ class PageAllocator:
     def _end(self, lease: Lease) -> None:
         self._leases.discard(lease)
         lease._state = LeaseState.RELEASED
+        self._tell_freed()
+
+    def _tell_freed(self) -> None:
         for freed in self._watchers:
             freed()

@@ -31,7 +31,10 @@ from hurray_rdma.errors import ConfigError, GeometryError, RegistrationError
 if TYPE_CHECKING:
     from hurray_rdma.transport import Backing, Context, Region
 
-__all__ = ["PagePool"]
+__all__ = ["BELLS_NBYTES", "PagePool"]
+
+BELLS_NBYTES = 4096
+"""What a pool of memory of its own has behind its pages, for senders of this host."""
 
 
 class PagePool:
@@ -41,7 +44,13 @@ class PagePool:
     """
 
     def __init__(
-        self, layout: PoolLayout, *, regions: tuple[Region, ...], views: tuple[Any, ...], external: bool = False
+        self,
+        layout: PoolLayout,
+        *,
+        regions: tuple[Region, ...],
+        views: tuple[Any, ...],
+        external: bool = False,
+        bells_offset_nbytes: int | None = None,
     ) -> None:
         self._layout = layout
         self._regions = regions
@@ -52,6 +61,8 @@ class PagePool:
         self._receiver: object | None = None
         self._watching_close: dict[Callable[[], None], None] = {}
         self._external = self._allocator.lease(layout.num_pages) if external else None
+        self.bells_offset_nbytes = bells_offset_nbytes
+        """Where `BELLS_NBYTES` of the first region begin that are for `hurray_rdma.transport.Bells`; None: nowhere."""
         self.gate = MemoryGate()
         """Whoever moves bytes into the pool or out of it passes here."""
 
@@ -103,7 +114,7 @@ class PagePool:
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + -(-length // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)
-        region = _context(context).allocate(starts[-1], pinned=pinned)
+        region = _context(context).allocate(starts[-1] + BELLS_NBYTES, pinned=pinned)
         memory = region.array()
         views = tuple(
             memory[start : start + length].view(dtype).reshape(shape)
@@ -113,7 +124,8 @@ class PagePool:
             segment_of(spec, part, view.strides, region_index=0, offset_nbytes=start)
             for part, view, start in zip(parts, views, starts, strict=False)
         )
-        return cls(PoolLayout(spec=spec, num_pages=num_pages, segments=segments), regions=(region,), views=views)
+        layout = PoolLayout(spec=spec, num_pages=num_pages, segments=segments)
+        return cls(layout, regions=(region,), views=views, bells_offset_nbytes=starts[-1])
 
     @classmethod
     def from_arrays(

@@ -33,7 +33,7 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve, Take
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Prepare, Published, Request, Reserve, Take
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.session import SESSION_STREAM_ID
 from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
@@ -44,6 +44,8 @@ __all__ = ["ClientSession"]
 
 _ASKED = {TransferKind.PUSH: "offer", TransferKind.PULL: "fetch", TransferKind.RESERVATION: "reservation"}
 _RENEWALS_OF_LEASE = 4
+_HEARD_S = 0.002
+"""Whoever listens to a bell has acknowledged it by then; else it had something else to do."""
 _MIN_RENEW_S = 0.01
 _SPARE_IDS = 1 << 20
 """Stream ids that are left to transfers which begin at the same time."""
@@ -188,7 +190,7 @@ class ClientSession(DataSession):
         self._outbox.put(parts)
         return True
 
-    def commit(self, transfer_id: int, commit: Commit, *, now: float) -> bool:
+    def commit(self, transfer_id: int, commit: Commit, *, now: float, rung: bool = False) -> bool:
         """The pages granted ahead hold this whole snapshot (flushed, not only posted). Answered by Acknowledged.
 
         Args:
@@ -196,6 +198,7 @@ class ClientSession(DataSession):
             commit: what was written, in the order derived from its table into the first pages of the grant; the rest of
                 them are the server's again.
             now: the time.
+            rung: the bell of the grant tells it, after ``prepare``: it is said only if that is not acknowledged soon.
 
         Returns:
             False if the transfer is ending or has ended.
@@ -212,7 +215,32 @@ class ClientSession(DataSession):
         _, parts = self._frame(commit, transfer_id)
         self._book.say(transfer, Step.LAST_END)
         transfer.commit = tuple(parts)
-        self._say_all(transfer, now)
+        if rung:
+            self._book.schedule(transfer, now + _HEARD_S)
+        else:
+            self._say_all(transfer, now)
+        return True
+
+    def prepare(self, transfer_id: int, prepare: Prepare) -> bool:
+        """What ``commit`` is going to say, while the pages granted ahead are being filled.
+
+        Args:
+            transfer_id: a granted reservation.
+            prepare: as ``commit`` takes it.
+
+        Returns:
+            False if the transfer is ending or has ended.
+
+        Raises:
+            LocalProtocolError: not granted yet, not a reservation, or it was committed before.
+            ConfigError: it is larger than what the peer accepts. The reservation stays.
+        """
+        transfer = self._granted(transfer_id, TransferKind.RESERVATION)
+        if transfer is None:
+            return False
+        _, parts = self._frame(prepare, transfer_id)
+        self._book.say(transfer, Step.PREPARE)
+        self._outbox.put(parts)
         return True
 
     def quiet(self, transfer_id: int, *, now: float) -> bool:

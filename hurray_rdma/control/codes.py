@@ -89,6 +89,7 @@ class MessageType(IntEnum):
     RENEW = 0xFA
     TAKE = 0xFB
     ENDED = 0xFC
+    PREPARE = 0xFD
 
 
 class Capability(IntFlag):

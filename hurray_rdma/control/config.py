@@ -26,8 +26,8 @@ DIALECT_TAGS: dict[str, int] = {"adr-024": 0x0B, "hurray-0.2": 0x0A}
 """Layout tag that announces each dialect of the block-paged descriptor in a HELLO."""
 
 
-PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/8")
-"""Layout entry of a HELLO that says: I speak the private messages, in the eighth version of their layout.
+PRIVATE_LAYOUT = (0xF0, b"hurray_rdma/9")
+"""Layout entry of a HELLO that says: I speak the private messages, in the ninth version of their layout.
 
 Both sides must name the same one. It goes up whenever a private message changes: what it carries, how that lies in
 bytes, or what follows from it."""

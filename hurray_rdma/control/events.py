@@ -29,6 +29,7 @@ __all__ = [
     "PoolAnnounced",
     "PoolRemoved",
     "PoolsAnnounced",
+    "Prepared",
     "PublishedHeard",
     "Quiesced",
     "Refused",
@@ -182,6 +183,15 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """Server: the pages granted ahead are being filled with this snapshot. Nothing is owed; :class:`Committed` follows,
+    if the client is not stopped before."""
+
+    transfer_id: int
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledged:
     """Client: the receiver has the whole snapshot, or what was read is right: its pages were under lease all the while.
     Nothing is owed; free the pages of a push, use those of a pull."""
@@ -248,6 +258,7 @@ Event: TypeAlias = (
     | TensorData
     | DescriptorsEnded
     | AllEnded
+    | Prepared
     | Committed
     | Acknowledged
     | AbortRequested

@@ -28,6 +28,7 @@ _LONG = (
     MessageType.OFFER,
     MessageType.GRANT,
     MessageType.PUBLISHED,
+    MessageType.PREPARE,
     MessageType.COMMIT,
     MessageType.TAKE,
 )

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from hurray_rdma.control.codes import Capability
 from hurray_rdma.control.exchange import Abort, Ended, Quiet, Renew, SessionMessage
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Reserve, Take
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Prepare, Published, Reserve, Take
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.errors import ProtocolError
 
@@ -171,6 +171,7 @@ Message: TypeAlias = (
     | Take
     | Reserve
     | Commit
+    | Prepare
     | Abort
     | Quiet
     | Renew

@@ -34,6 +34,7 @@ __all__ = [
     "Fetch",
     "Grant",
     "Offer",
+    "Prepare",
     "Published",
     "Request",
     "Reserve",
@@ -312,8 +313,14 @@ class Grant:
     """Which of them the server has already, and must not be sent, bool [len(page_ids)]; empty is none."""
     lease_s: float
     """How long the pages are held if nothing more is heard of the transfer."""
+    bell_offset_nbytes: int = 0
+    """Of the word in the pool's first region at which the client may store ``bell_token`` when all pages are copied."""
+    bell_token: int = 0
+    """0 where there is no such word."""
 
     def __post_init__(self) -> None:
+        between("bell_offset_nbytes", self.bell_offset_nbytes, 0, U64_MAX)
+        between("bell_token", self.bell_token, 0, U64_MAX)
         between("generation", self.generation, 0, U64_MAX)
         seconds("lease_s", self.lease_s)
         page_ids = uint32("page_ids", self.page_ids)
@@ -409,3 +416,13 @@ class Commit:
             head_offset=self.head_offset,
             total_heads=self.total_heads,
         )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prepare(Commit):
+    """PREPARE (0xFD): what the COMMIT is going to say, told while the pages are being copied, so that the server can
+    make ready for it. Nothing follows from it unless the bell of the grant rings: that says what the COMMIT will.
+
+    Raises:
+        ConfigError: as of :class:`Commit`.
+    """

@@ -1,4 +1,4 @@
-"""Payloads of the private messages 0xF0..0xFC: MessagePack arrays of a fixed schema.
+"""Payloads of the private messages 0xF0..0xFD: MessagePack arrays of a fixed schema.
 
 This module knows how the private messages lie in bytes. A payload is one MessagePack array, decoded against a schema
 (types, number of elements; nothing unknown is let through); integer arrays travel as little-endian bytes. The length of
@@ -37,6 +37,7 @@ from hurray_rdma.control.offers import (
     Fetch,
     Grant,
     Offer,
+    Prepare,
     Published,
     Reserve,
     SnapshotFields,
@@ -141,6 +142,8 @@ class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     page_ids: bytes
     resident: bytes
     lease_s: float
+    bell_offset_nbytes: int
+    bell_token: int
 
 
 class _Take(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -262,9 +265,9 @@ def _decode_offer(payload: memoryview) -> Offer:
     return Offer(key=raw.key, deadline_s=raw.deadline_s, lane=raw.lane, path=raw.path, **_snapshot_fields(raw))
 
 
-def _decode_commit(payload: memoryview) -> Message:
+def _decode_commit(kind: type[Commit], payload: memoryview) -> Message:
     raw = _COMMIT.decode(payload)
-    return Commit(
+    return kind(
         key=raw.key,
         descriptors=raw.descriptors,
         block_table=_u32_array("block_table", raw.block_table),
@@ -315,6 +318,8 @@ def _decode_grant(payload: memoryview) -> Message:
         page_ids=_u32_array("page_ids", raw.page_ids),
         resident=np.frombuffer(raw.resident, np.uint8) != 0 if raw.resident else NONE_RESIDENT,
         lease_s=raw.lease_s,
+        bell_offset_nbytes=raw.bell_offset_nbytes,
+        bell_token=raw.bell_token,
     )
 
 
@@ -366,7 +371,8 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
     MessageType.FETCH: _checked(_decode_fetch),
     MessageType.PUBLISHED: _checked(_decode_published),
     MessageType.RESERVE: _checked(_decode_reserve),
-    MessageType.COMMIT: _checked(_decode_commit),
+    MessageType.COMMIT: _checked(partial(_decode_commit, Commit)),
+    MessageType.PREPARE: _checked(partial(_decode_commit, Prepare)),
     MessageType.RENEW: _checked(partial(_decode_nothing, Renew())),
     MessageType.TAKE: _checked(_decode_take),
     MessageType.ENDED: _checked(_decode_ended),
@@ -426,8 +432,8 @@ def _encode_published(published: Published) -> bytes:
 
 
 def _encode_grant(grant: Grant) -> bytes:
-    resident = grant.resident.tobytes()
-    return _ENCODER.encode((grant.generation, _le(grant.page_ids), resident, float(grant.lease_s)))
+    fields = (grant.generation, _le(grant.page_ids), grant.resident.tobytes(), float(grant.lease_s))
+    return _ENCODER.encode((*fields, grant.bell_offset_nbytes, grant.bell_token))
 
 
 def _encode_fetch(fetch: Fetch) -> bytes:
@@ -461,6 +467,7 @@ PRIVATE_ENCODERS: dict[type[Any], tuple[MessageType, Callable[[Any], bytes]]] = 
     Published: (MessageType.PUBLISHED, _encode_published),
     Reserve: (MessageType.RESERVE, _encode_reserve),
     Commit: (MessageType.COMMIT, _encode_commit),
+    Prepare: (MessageType.PREPARE, _encode_commit),
     Take: (MessageType.TAKE, _encode_take),
     Ended: (MessageType.ENDED, _encode_ended),
 }

@@ -29,6 +29,7 @@ from hurray_rdma.control.events import (
     Introduced,
     LeaseRenewed,
     Offered,
+    Prepared,
     Quiesced,
     Reserved,
     Taken,
@@ -45,7 +46,7 @@ from hurray_rdma.control.messages import (
     TensorDataMessage,
     TensorPutAck,
 )
-from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Published, Request, Reserve, Take
+from hurray_rdma.control.offers import Commit, Fetch, Grant, Offer, Prepare, Published, Request, Reserve, Take
 from hurray_rdma.control.pools import Pool
 from hurray_rdma.control.session import SESSION_STREAM_ID
 from hurray_rdma.control.states import SessionState, Step, TransferKind, TransferState
@@ -212,6 +213,17 @@ class ServerSession(DataSession):
         self._reply(TensorPutAck(), transfer_id)
         return True
 
+    def hear_bell(self, transfer_id: int) -> bool:
+        """The bell of a reservation's grant rang after its :class:`Prepared`, which is as if it was Committed.
+
+        Returns:
+            False if the transfer is ending or has ended, or was committed before.
+        """
+        transfer = self._book.get(transfer_id)
+        if self.is_closed or transfer is None or transfer.state is not TransferState.GRANTED:
+            return False
+        return self._book.hear(transfer, Step.LAST_END)
+
     # What the peer says.
 
     def _hear_handshake(self, message: Message, now: float, events: list[Event]) -> None:
@@ -342,6 +354,9 @@ class ServerSession(DataSession):
                 self._hear_ends(transfer, indices, events)
             case Take(), None if transfer.kind is TransferKind.PULL:
                 self._hear_take(transfer, message, events)
+            case Prepare(), None if transfer.kind is TransferKind.RESERVATION:
+                if self._book.hear(transfer, Step.PREPARE):
+                    events.append(Prepared(transfer.transfer_id, message))
             case Commit(), None if transfer.kind is TransferKind.RESERVATION:
                 self._hear_commit(transfer, message, events)
             case Abort(code=code, reason=reason), None:

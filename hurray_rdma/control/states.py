@@ -6,14 +6,14 @@ way is a row of it.
 
 A transfer, seen from either side::
 
-    OFFERED --GRANT--> GRANTED --(TAKE, DATA, END, RENEW)--> GRANTED --LAST_END--> ENDED --ACKNOWLEDGE--> DONE
+    OFFERED --GRANT--> GRANTED --(TAKE, PREPARE, DATA, END, RENEW)--> GRANTED --LAST_END--> ENDED --ACKNOWLEDGE--> DONE
        |                  |                                                          |
        +--REFUSE--> REFUSED       any of the three --ABORT--> STOPPING --QUIET--> STOPPED
 
 All kinds walk the same way. In a pull PUBLISHED is the GRANT and the reader's END is the LAST_END, and what is said
 here of writing holds for reading: the server's source pages are under lease from GRANT to ACKNOWLEDGE or QUIET. A
 reader without a lane says TAKE, and DATA and END come from the server. A reservation is granted before there is
-anything to send; its COMMIT, which tells what was written, is the LAST_END.
+anything to send; its COMMIT, which tells what was written, is the LAST_END. PREPARE says the same before it is written.
 
 Once both sides have seen GRANT, pages may be written at any time until QUIET or ACKNOWLEDGE. So an ERROR after a grant
 (REFUSE in GRANTED or ENDED) leads to STOPPING like an abort does, and a QUIET whose ABORT was lost counts for both.
@@ -68,6 +68,7 @@ class Step(Enum):
     GRANT = auto()
     REFUSE = auto()
     TAKE = auto()
+    PREPARE = auto()
     DATA = auto()
     END = auto()
     LAST_END = auto()
@@ -91,6 +92,7 @@ TRANSFER_STEPS: dict[TransferState, dict[Step, TransferState]] = {
     },
     TransferState.GRANTED: {
         Step.TAKE: TransferState.GRANTED,
+        Step.PREPARE: TransferState.GRANTED,
         Step.DATA: TransferState.GRANTED,
         Step.END: TransferState.GRANTED,
         Step.RENEW: TransferState.GRANTED,
@@ -114,7 +116,9 @@ TRANSFER_STEPS: dict[TransferState, dict[Step, TransferState]] = {
 HARMLESS_STEPS: dict[TransferState, frozenset[Step]] = {
     TransferState.OFFERED: frozenset(),
     TransferState.GRANTED: frozenset({Step.GRANT}),
-    TransferState.ENDED: frozenset({Step.GRANT, Step.TAKE, Step.DATA, Step.END, Step.LAST_END, Step.RENEW}),
+    TransferState.ENDED: frozenset(
+        {Step.GRANT, Step.TAKE, Step.PREPARE, Step.DATA, Step.END, Step.LAST_END, Step.RENEW}
+    ),
     TransferState.STOPPING: frozenset(Step) - {Step.QUIET},
     TransferState.DONE: frozenset(Step),
     TransferState.REFUSED: frozenset(Step),

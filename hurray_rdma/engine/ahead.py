@@ -11,22 +11,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
-from hurray_rdma.control import Grant, Reserve
+from hurray_rdma.control import Commit, Grant, Prepare, Reserve
 from hurray_rdma.engine.compat import page_map_of, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, commit_of, retain
-from hurray_rdma.engine.mover import Moves
+from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
 from hurray_rdma.format import DescriptorForm
-from hurray_rdma.plan import PageMap, Plan, WholePages, check_pair, plan_transfer
-from hurray_rdma.transport import Path
+from hurray_rdma.plan import PageMap, Plan, WholePages, check_pair, distinct_pages, plan_transfer
+from hurray_rdma.transport import Bell, Path
 
 __all__ = ["AheadGrants"]
+
+Uint32: TypeAlias = NDArray[np.uint32]
 
 _MAX_NBYTES = 8 << 20
 """Larger snapshots gain nothing: what they wait for their grant is little beside what they take."""
@@ -55,6 +60,24 @@ class _PoolPair:
     """Where pages can be copied through a mapping as they are."""
     max_entries: int
     """A snapshot of more goes the usual way."""
+    max_rung: int
+    """As many pages are copied at once, so that their receiver may listen meanwhile."""
+
+    def pages_of(self, snapshot: Snapshot, *, zero_tails: bool) -> Uint32 | PageMap:
+        """What travels: the IDs of pages that are copied as they are, or how the pages of the two pools correspond.
+
+        Raises:
+            GeometryError: as of `page_map_of`.
+        """
+        if self.whole is None or zero_tails:
+            return page_map_of(snapshot, self.remote.layout.spec)
+        return distinct_pages(
+            snapshot.block_table,
+            snapshot.seq_ptr,
+            snapshot.seq_lens,
+            num_pages=snapshot.pool.num_pages,
+            page_size=snapshot.pool.spec.page_size,
+        )
 
 
 class _Bar(NamedTuple):
@@ -110,7 +133,7 @@ class _AheadGrant(Exchange[Grant]):
     async def send(
         self,
         snapshot: Snapshot,
-        page_map: PageMap,
+        pages: Uint32 | PageMap,
         key: str,
         *,
         pair: _PoolPair,
@@ -128,20 +151,29 @@ class _AheadGrant(Exchange[Grant]):
         self._started, self._deadline = started, started + timeout_s
         source, lease = snapshot.pool, retain(snapshot)
         try:
-            page_ids = self._answer.result().page_ids[: page_map.num_pages]
+            grant = self._answer.result()
+            num_pages = _num_pages(pages)
+            page_ids = grant.page_ids[:num_pages]
+            descriptors = pair.form.encode(snapshot.counts())
+            bell = None
             work: Callable[[], Moves]
-            if pair.whole is not None and not zero_tails:
-                pages = pair.whole.plan(page_map.src_page_ids, page_ids)
-                nbytes, work = pages.nbytes, partial(self._copy, source, pages)
+            if pair.whole is not None and not isinstance(pages, PageMap):
+                if grant.bell_token and num_pages <= pair.max_rung and not source.gate.renewing:
+                    bell = Bell(grant.bell_offset_nbytes, grant.bell_token)
+                    self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
+                whole = pair.whole.plan(pages, page_ids)
+                nbytes, work = whole.nbytes, partial(self._copy, source, whole, bell)
             else:
-                plan = plan_transfer(source.layout, self._remote.layout, page_map, page_ids, zero_tails=zero_tails)
+                assert isinstance(pages, PageMap)
+                plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
                 nbytes, mover = plan.nbytes, self._mover_of(source, plan)
                 work = partial(mover.move, source.spec.layer_indices, lambda _: None)
             await self._move(source, work, nbytes)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
-            commit = commit_of(snapshot, key, descriptors=pair.form.encode(snapshot.counts()))
-            self._committed = self._route.session.commit(self._transfer_id, commit, now=self._loop.time())
+            commit = commit_of(snapshot, key, descriptors=descriptors, kind=Commit)
+            rung, now = bell is not None, self._loop.time()
+            self._committed = self._route.session.commit(self._transfer_id, commit, now=now, rung=rung) or rung
             self._route.notify()
             on_committed()  # after it: what the receiver has to do for that keeps no application from the snapshot
             await self._wait(self._acknowledged, "the acknowledgement")
@@ -159,10 +191,16 @@ class _AheadGrant(Exchange[Grant]):
         finally:
             lease.release()
         self._forget()
-        stats = self._stats_of(snapshot, num_pages=page_map.num_pages, num_resident=0)
+        stats = self._stats_of(snapshot, num_pages=num_pages, num_resident=0)
         self._tally.sent(stats)
         self._log.bind(key=key).debug("sent: %d pages by %s, granted ahead", stats.num_pages, stats.lane)
         return stats
+
+    def _prepare(self, prepare: Prepare) -> None:
+        """The receiver wakes up, and makes ready for it, while the pages are copied."""
+        if self._transfer_id is not None:
+            self._route.session.prepare(self._transfer_id, prepare)
+            self._route.notify()
 
     def _is_undone(self, error: BaseException) -> bool:
         """Whether the peer has ended it and nothing has arrived."""
@@ -170,7 +208,7 @@ class _AheadGrant(Exchange[Grant]):
         recalled = isinstance(error, TransferAbortedError) and not self._committed and not self._aborted
         return isinstance(error, HurrayError) and (self._undone or recalled)
 
-    def _copy(self, source: PagePool, plan: Plan) -> Moves:
+    def _copy(self, source: PagePool, plan: Plan, bell: Bell | None) -> Moves:
         """Every page at once, through the mapping."""
         with source.gate.moving(timeout_s=self._left_s):
             moved = self._remote.memories[0].write(
@@ -180,6 +218,7 @@ class _AheadGrant(Exchange[Grant]):
                 lengths=plan.lengths,
                 stop=self._stop,
                 timeout_s=self._left_s,
+                bell=bell,
             )
         return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
@@ -237,22 +276,23 @@ class AheadGrants:
         if not grants and not self._may_ask(remote, _MIN_PAGES):
             return None  # as most receivers grant nothing ahead, nothing more is spent on it
         try:
-            page_map = page_map_of(snapshot, remote.layout.spec)
+            pages = pair.pages_of(snapshot, zero_tails=zero_tails)
         except GeometryError:
             return None  # the usual way says why
-        grant = _taken(grants, remote, page_map.num_pages)
+        num_pages = _num_pages(pages)
+        grant = _taken(grants, remote, num_pages)
         if grant is None:
-            self._ask(remote, page_map.num_pages)
+            self._ask(remote, num_pages)
             return None
         stats = await grant.send(
             snapshot,
-            page_map,
+            pages,
             key,
             pair=pair,
             zero_tails=zero_tails,
             started=started,
             timeout_s=timeout_s,
-            on_committed=partial(self._ask, remote, page_map.num_pages),
+            on_committed=partial(self._ask, remote, num_pages),
         )
         if stats is None:
             self._note_end(grant)
@@ -296,6 +336,7 @@ class AheadGrants:
             descriptor_form(source, dialect=self._route.dialect()),
             WholePages.between(layout, remote.layout) if mapped else None,
             _MAX_NBYTES // pages_nbytes(spec),
+            INLINE_NBYTES // pages_nbytes(spec),
         )
         return pair
 
@@ -324,6 +365,10 @@ class AheadGrants:
     def _note_end(self, grant: _AheadGrant) -> None:
         if grant.bar is not None:
             self._bars[grant.remote.pool.pool_id] = grant.bar
+
+
+def _num_pages(pages: Uint32 | PageMap) -> int:
+    return pages.num_pages if isinstance(pages, PageMap) else len(pages)
 
 
 def _taken(grants: list[_AheadGrant], remote: RemotePool, num_pages: int) -> _AheadGrant | None:

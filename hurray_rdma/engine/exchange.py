@@ -25,7 +25,7 @@ from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.logs import EngineLog
-from hurray_rdma.engine.mover import Mover, Moves
+from hurray_rdma.engine.mover import INLINE_NBYTES, Mover, Moves
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
@@ -33,16 +33,13 @@ from hurray_rdma.format import DescriptorForm, Dialect
 from hurray_rdma.plan import TransferPlan
 from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
 
-__all__ = ["INLINE_NBYTES", "Exchange", "RemotePool", "Route", "commit_of", "known_offer", "offer_of", "retain"]
+__all__ = ["Exchange", "RemotePool", "Route", "commit_of", "known_offer", "offer_of", "retain"]
 
 _log = logging.getLogger(__name__)
 
-INLINE_NBYTES = 2 << 20
-"""What is copied through a mapping on the event loop: a third of a millisecond, as long as a thread takes to begin and
-to be heard of."""
-
 Answer = TypeVar("Answer")
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound=Commit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -479,10 +476,11 @@ def known_offer(snapshot: Snapshot, remote: RemotePool, key: str, *, form: Descr
     )
 
 
-def commit_of(snapshot: Snapshot, key: str, *, descriptors: bytes) -> Commit:
-    """What is said of a snapshot that is in pages granted ahead; ``descriptors`` as of its `encode_descriptors`."""
+def commit_of(snapshot: Snapshot, key: str, *, descriptors: bytes, kind: type[_C]) -> _C:
+    """What is said of a snapshot that is in pages granted ahead, or about to be; ``descriptors`` as of its
+    `encode_descriptors`."""
     spec = snapshot.pool.spec
-    return Commit(
+    return kind(
         key=key,
         descriptors=descriptors,
         block_table=snapshot.block_table,

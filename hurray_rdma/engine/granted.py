@@ -198,13 +198,13 @@ class Granted:
             self._log(offer).debug("complete: %d pages by %s", len(whole.written), offer.offer.lane)
 
     def committed(self, link: Link, transfer_id: int, arrival: Arrival, *, num_pages: int, seconds: float) -> None:
-        """An arrival whose pages were written before it was known.
+        """Counts an arrival whose pages were granted ahead.
 
         Args:
             link, transfer_id: its sender, and what it said it in.
             arrival: it.
             num_pages: that were written.
-            seconds: since it was heard.
+            seconds: from when it was heard until it was complete.
         """
         self._tally.received(
             nbytes=num_pages * pages_nbytes(self._pool.spec),
@@ -215,7 +215,6 @@ class Granted:
             seconds=seconds,
             waited_s=0.0,
         )
-        arrival.completed()
         if link.log.isEnabledFor(logging.DEBUG):
             log = link.log.bind(transfer=transfer_id, key=arrival.key, pool=self._name)
             log.debug("complete: %d pages by %s, granted ahead", num_pages, arrival.lane)

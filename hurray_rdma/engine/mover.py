@@ -15,10 +15,14 @@ from hurray_rdma.errors import HurrayError
 from hurray_rdma.plan import MovesTogether, Plan, TransferPlan
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
-__all__ = ["Mover", "Moves"]
+__all__ = ["INLINE_NBYTES", "Mover", "Moves"]
+
 
 Offsets = NDArray[np.uint64]
 
+INLINE_NBYTES = 2 << 20
+"""What is copied through a mapping on the event loop: a third of a millisecond, as long as a thread takes to begin and
+to be heard of."""
 _MIN_MOVE_NBYTES = 32 << 20
 """Bytes per native call below which layers are put together: what is around a call costs as much as copying 2 MiB."""
 

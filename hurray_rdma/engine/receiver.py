@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from hurray_rdma.cache import PagePool
+from hurray_rdma.cache import Lease, PagePool
 from hurray_rdma.control import (
     AbortRequested,
     AllEnded,
@@ -24,6 +24,7 @@ from hurray_rdma.control import (
     Offer,
     Offered,
     Pool,
+    Prepared,
     Quiesced,
     Reserve,
     Reserved,
@@ -34,7 +35,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.arrival import Arrival
 from hurray_rdma.engine.commits import Commits
-from hurray_rdma.engine.compat import announcement
+from hurray_rdma.engine.compat import announcement, pages_nbytes
 from hurray_rdma.engine.granted import Granted
 from hurray_rdma.engine.granting import Granting
 from hurray_rdma.engine.link import Link
@@ -42,7 +43,7 @@ from hurray_rdma.engine.offer_queue import OfferQueue
 from hurray_rdma.engine.parts import GoodOffer
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.reach import Reach
-from hurray_rdma.engine.reservations import Reservations
+from hurray_rdma.engine.reservations import Reservation, Reservations
 from hurray_rdma.engine.shortages import Shortages
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
@@ -56,7 +57,7 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 from hurray_rdma.format import Dialect
-from hurray_rdma.plan import PageMap, map_keys
+from hurray_rdma.plan import map_keys
 
 __all__ = ["Receiver"]
 
@@ -212,6 +213,8 @@ class Receiver:
             case Reserved(transfer_id=transfer_id, reserve=reserve):
                 # After what came before it: no arrival, nor its acknowledgement, waits for what is granted ahead.
                 self._loop.call_soon(self._reserved, link, transfer_id, reserve)
+            case Prepared(transfer_id=transfer_id, commit=commit):
+                self._prepared(link, transfer_id, commit)
             case Committed(transfer_id=transfer_id, commit=commit):
                 self._committed(link, transfer_id, commit)
             case TensorData():
@@ -380,6 +383,19 @@ class Receiver:
             link.session.refuse(transfer_id, error, now=self._loop.time())
         link.notify()
 
+    def _prepared(self, link: Link, transfer_id: int, commit: Commit) -> None:
+        """A snapshot is being copied into pages that were granted ahead: it is complete if its bell rings."""
+        held = self._ahead.held(link, transfer_id)
+        if held is None or held.bell is None or self._queue.is_expected(commit.key):
+            return
+        came = self._loop.time()
+        try:
+            arrival, num_pages = self._committed_arrival(link, held, commit)
+        except HurrayError:
+            return  # the COMMIT says it again, and is answered
+        if self._ahead.rings(held, nbytes=num_pages * pages_nbytes(self.pool.spec)):
+            self._take_committed(link, transfer_id, arrival, num_pages, came=came)
+
     def _committed(self, link: Link, transfer_id: int, commit: Commit) -> None:
         """A whole snapshot is in pages that were granted ahead."""
         held = self._ahead.held(link, transfer_id)
@@ -391,20 +407,35 @@ class Receiver:
             return
         came = self._loop.time()
         try:
-            self._arrivals.require_room()
-            self._require_open(held.reserve)
-            commits = self._commits.get(link) or self._commits_of(link)
-            page_map = commits.check(commit, held.reserve)
-            if page_map.num_pages > len(held.lease):
-                rule = f"{len(held.lease)} were granted ahead"
-                raise GeometryError(rule, field="num_pages", value=page_map.num_pages)
+            arrival, num_pages = self._committed_arrival(link, held, commit)
         except HurrayError as error:
             self._not_committed(link, transfer_id, error)
             return
         self.granted.visibility.then(
-            partial(self._take_committed, link, transfer_id, commit.key, page_map, came),
+            partial(self._take_visible, link, transfer_id, arrival, num_pages, came=came),
             partial(self._not_committed, link, transfer_id),
         )
+
+    def _committed_arrival(self, link: Link, held: Reservation, commit: Commit) -> tuple[Arrival, int]:
+        """What the application is to get, and how many of the pages granted ahead it has."""
+        self._arrivals.require_room()
+        self._require_open(held.reserve)
+        commits = self._commits.get(link) or self._commits_of(link)
+        page_map = commits.check(commit, held.reserve)
+        page_ids = held.lease.page_ids[: page_map.num_pages]
+        if len(page_ids) < page_map.num_pages:
+            raise GeometryError(f"{len(page_ids)} were granted ahead", field="num_pages", value=page_map.num_pages)
+        arrival = self._granting.arrival(
+            link,
+            commit.key,
+            page_map,
+            page_ids,
+            written=held.lease,
+            resident=None,
+            lane=held.reserve.lane,
+            path=held.reserve.path,
+        )
+        return arrival, page_map.num_pages
 
     def _commits_of(self, link: Link) -> Commits:
         peer = link.peer
@@ -418,19 +449,25 @@ class Receiver:
         self._tally.failed("receive", error)
         self._ahead.fail(link, transfer_id, error)
 
-    def _take_committed(self, link: Link, transfer_id: int, key: str, page_map: PageMap, came: float) -> None:
-        held = self._ahead.held(link, transfer_id)
-        if held is None:
-            return  # its session has ended meanwhile
-        written, rest = self._ahead.use(link, transfer_id, page_map.num_pages)
-        lane, path = held.reserve.lane, held.reserve.path
-        arrival = self._granting.arrival(
-            link, key, page_map, written.page_ids, written=written, resident=None, lane=lane, path=path
-        )
-        self.granted.committed(
-            link, transfer_id, arrival, num_pages=page_map.num_pages, seconds=self._loop.time() - came
-        )
+    def _take_visible(self, link: Link, transfer_id: int, arrival: Arrival, num_pages: int, *, came: float) -> None:
+        if self._ahead.held(link, transfer_id) is not None:  # its session has not ended meanwhile
+            self._take_committed(link, transfer_id, arrival, num_pages, came=came)
+
+    def _take_committed(self, link: Link, transfer_id: int, arrival: Arrival, num_pages: int, *, came: float) -> None:
+        lease = self._ahead.use(link, transfer_id)
+        arrival.completed()
         self._arrivals.put_nowait(arrival)
-        rest.release()
-        link.session.acknowledge(transfer_id, now=self._loop.time())
+        # Whoever waits for the arrival comes first.
+        self._loop.call_soon(
+            self._close_committed, link, transfer_id, arrival, lease, num_pages, self._loop.time() - came
+        )
+
+    def _close_committed(  # noqa: PLR0917 - as asyncio calls it
+        self, link: Link, transfer_id: int, arrival: Arrival, lease: Lease, num_pages: int, seconds: float
+    ) -> None:
+        lease.trim(num_pages)
+        now = self._loop.time()
+        self.granted.committed(link, transfer_id, arrival, num_pages=num_pages, seconds=seconds)
+        link.session.hear_bell(transfer_id)
+        link.session.acknowledge(transfer_id, now=now)
         link.notify()

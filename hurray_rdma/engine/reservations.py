@@ -11,14 +11,20 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hurray_rdma.cache import Lease, PagePool
+from hurray_rdma.cache import BELLS_NBYTES, Lease, PagePool
 from hurray_rdma.control import ErrorCode, Grant, Reserve, error_code
 from hurray_rdma.engine.link import Link
+from hurray_rdma.engine.mover import INLINE_NBYTES
 from hurray_rdma.engine.reach import NEVER_LATE, Reach, reach_of
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, PoolExhaustedError
+from hurray_rdma.transport import Bell, Bells
 
 __all__ = ["Reservation", "Reservations"]
+
+_COPY_S = 50e-6
+_COPY_NBYTES_PER_S = 8e9
+"""As slow as a copy is at most, unless its process waits for a core, or has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +36,7 @@ class Reservation:
     lease: Lease
     heard: float
     timer: asyncio.TimerHandle
+    bell: Bell | None
     recalled: bool = False
 
     @property
@@ -58,6 +65,8 @@ class Reservations:
         self._loud: dict[tuple[Link, int], Reservation] = {}
         self._num_pages = 0
         self._idle = asyncio.Event()
+        at = pool.bells_offset_nbytes
+        self._bells = Bells(pool.regions[0], offset_nbytes=at, nbytes=BELLS_NBYTES) if at is not None else None
 
     @property
     def busy(self) -> bool:
@@ -79,20 +88,28 @@ class Reservations:
                 value=reserve.num_pages,
             )
         lease = self._pool.allocator.lease(reserve.num_pages)
-        now = self._loop.time()
+        now, reach = self._loop.time(), reach_of(reserve.path, reserve.lane)
+        bell = self._bells.take() if self._bells is not None and reach is Reach.MAPPING else None
         granted = False
         try:
-            grant = Grant(generation=generation, page_ids=lease.page_ids, lease_s=self._lease_s)
+            grant = Grant(
+                generation=generation,
+                page_ids=lease.page_ids,
+                lease_s=self._lease_s,
+                bell_offset_nbytes=bell.offset_nbytes if bell is not None else 0,
+                bell_token=bell.token if bell is not None else 0,
+            )
             granted = link.session.grant(transfer_id, grant, now=now)
         finally:
             if not granted:
                 lease.release()
+                self._hang_up(bell)
         if not granted:
             return
         timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
-        held = self._held[link, transfer_id] = Reservation(reserve, lease, now, timer)
+        self._held[link, transfer_id] = Reservation(reserve, lease, now, timer, bell)
         self._num_pages += len(lease)
-        if held.reach is Reach.STREAM:
+        if reach is Reach.STREAM:
             link.permits.begin(transfer_id, self._pool, lease.page_ids, writes=True)
 
     def held(self, link: Link, transfer_id: int) -> Reservation | None:
@@ -100,10 +117,22 @@ class Reservations:
         held = self._held.get((link, transfer_id))
         return None if held is None or held.recalled else held
 
-    def use(self, link: Link, transfer_id: int, num_pages: int) -> tuple[Lease, Lease]:
-        """The first pages of a reservation as a lease of their own, and that of the others, which are to go back."""
-        held = self._forget((link, transfer_id))
-        return held.lease.split(num_pages), held.lease
+    def rings(self, held: Reservation, *, nbytes: int) -> bool:
+        """Whether its sender tells, about as soon as it can have copied so much, that it has.
+
+        Nothing else is done meanwhile.
+        """
+        if self._bells is None or held.bell is None or nbytes > INLINE_NBYTES:
+            return False
+        return self._bells.rings(held.bell, timeout_s=_COPY_S + nbytes / _COPY_NBYTES_PER_S)
+
+    def _hang_up(self, bell: Bell | None) -> None:
+        if self._bells is not None and bell is not None:
+            self._bells.give_back(bell)
+
+    def use(self, link: Link, transfer_id: int) -> Lease:
+        """Its pages, which are not held here any more."""
+        return self._forget((link, transfer_id)).lease
 
     # Ends.
 
@@ -193,6 +222,7 @@ class Reservations:
     def _forget(self, key: tuple[Link, int]) -> Reservation:
         held = self._held.pop(key)
         held.timer.cancel()
+        self._hang_up(held.bell)
         link, transfer_id = key
         link.permits.end(transfer_id)
         self._num_pages -= len(held.lease)

@@ -6,6 +6,7 @@ tcp; and `cuda` (the driver's calls), `devices` and `streams` (what follows from
 used where all pages are in host memory.
 """
 
+from hurray_rdma.transport.bells import Bell, Bells
 from hurray_rdma.transport.context import Context, default_context
 from hurray_rdma.transport.devices import Backing
 from hurray_rdma.transport.endpoint import Endpoint, Worker
@@ -17,6 +18,8 @@ from hurray_rdma.transport.streams import Gate, stream_device, stream_handle
 
 __all__ = [
     "Backing",
+    "Bell",
+    "Bells",
     "Context",
     "Endpoint",
     "Gate",

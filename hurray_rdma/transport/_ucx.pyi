@@ -90,7 +90,10 @@ def copy(
     lengths: NDArray[np.uint64],
     stop: StopFlag,
     deadline_ns: int,
+    bell: int,
+    token: int,
 ) -> tuple[int, int, int, int, bool]: ...
+def rings(words: NDArray[np.uint64], index: int, token: int, timeout_ns: int) -> bool: ...
 def memcpy(
     src_base: int,
     dst_base: int,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.errors import GeometryError, HurrayError, TransportError
+from hurray_rdma.transport.bells import Bell
 from hurray_rdma.transport.binding import native
 from hurray_rdma.transport.envelope import unseal
 from hurray_rdma.transport.lanes import carried_by
@@ -131,6 +132,7 @@ class RemoteMemory:
         timeout_s: float,
         path: Path | None = None,
         transfer_id: int = 0,
+        bell: Bell | None = None,
     ) -> Moved:
         """Writes a plan and waits until every byte is at the peer. Blocks; releases the GIL.
 
@@ -143,9 +145,10 @@ class RemoteMemory:
             timeout_s: budget for the whole plan.
             path: as of other memory of the same transfer; None is `path_from` the device of ``src``.
             transfer_id: what the peer has permitted it for; only a stream asks.
+            bell: of the remote region: it rings when all is written. Where the path is ``mapped``.
 
         Raises:
-            GeometryError: a piece lies outside either region; nothing was written.
+            GeometryError: a piece, or the bell, lies outside either region; nothing was written.
             DeadlineExceededError: out of time.
             TransferAbortedError: ``stop`` was set.
             PeerLostError, TransportError: the fabric failed.
@@ -155,6 +158,9 @@ class RemoteMemory:
         """
         _check_inside("src", src_offsets, lengths, src.nbytes)
         _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
+        if bell is not None and (bell.offset_nbytes % 8 or bell.offset_nbytes + 8 > self.remote.nbytes):
+            rule = f"must be a multiple of 8 inside a region of {self.remote.nbytes} bytes"
+            raise GeometryError(rule, field="bell.offset_nbytes", value=bell.offset_nbytes)
         path = path or self.path_from(src.device)
         return self._move(
             src,
@@ -166,6 +172,7 @@ class RemoteMemory:
             stop=stop,
             timeout_s=timeout_s,
             transfer_id=transfer_id,
+            bell=bell,
         )
 
     def read(
@@ -218,6 +225,7 @@ class RemoteMemory:
         stop: StopFlag,
         timeout_s: float,
         transfer_id: int,
+        bell: Bell | None = None,
     ) -> Moved:
         memory = local.memory
         first_nbytes = int(lengths[0]) if len(lengths) else 0
@@ -265,7 +273,15 @@ class RemoteMemory:
                     here, there = (memory.address, local_offsets), (self._pointer, remote_offsets)
                     (src, src_offsets), (dst, dst_offsets) = (there, here) if get else (here, there)
                     posted, completed, nbytes, status, settled = native.copy(
-                        src, dst, src_offsets, dst_offsets, lengths, stop, deadline_ns(timeout_s)
+                        src,
+                        dst,
+                        src_offsets,
+                        dst_offsets,
+                        lengths,
+                        stop,
+                        deadline_ns(timeout_s),
+                        self._pointer + bell.offset_nbytes if bell is not None else 0,
+                        bell.token if bell is not None else 0,
                     )
             finally:
                 memory.release()

@@ -26,6 +26,7 @@ MESSAGES: dict[tuple[Direction, MessageType], Carrier] = {
     (_S, MessageType.ENDED): "send",
     (_C, MessageType.TENSOR_PUT_ACK): "send",
     (_S, MessageType.RESERVE): "whole",
+    (_S, MessageType.PREPARE): "ahead",
     (_S, MessageType.COMMIT): "ahead",
     (_S, MessageType.ABORT): "sender aborts",
     (_C, MessageType.ABORT): "receiver aborts",
@@ -58,7 +59,7 @@ ONLY_IN_FRAMES = {
 NEVER_IN_FRAMES = {(_S, MessageType.ENDED)}
 """Passes where pages are written, those of a layer together; in frames only as ends that are said again."""
 
-ONLY_AHEAD = {(_S, MessageType.RESERVE), (_S, MessageType.COMMIT)}
+ONLY_AHEAD = {(_S, MessageType.RESERVE), (_S, MessageType.PREPARE), (_S, MessageType.COMMIT)}
 """Pass where the receiver grants pages ahead to all of its senders."""
 
 BLOWS: dict[str, float] = {

@@ -14,7 +14,7 @@ from libc.string cimport memset, strerror
 
 from moves cimport (
     HURRAY_DESCRIPTION_SIZE, HURRAY_GET, HURRAY_PUT, hurray_close_begin, hurray_close_drop, hurray_close_wait, hurray_closing_t, hurray_copy,
-    hurray_flush, hurray_map_over, hurray_memcpy, hurray_outcome_t, hurray_plan_t, hurray_post,
+    hurray_flush, hurray_map_over, hurray_memcpy, hurray_outcome_t, hurray_plan_t, hurray_post, hurray_rings,
 )
 from ucp cimport *
 
@@ -454,8 +454,9 @@ def flush(uintptr_t worker, uintptr_t endpoint, StopFlag stop not None, uint64_t
 
 def copy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets not None,
          const uint64_t[::1] dst_offsets not None, const uint64_t[::1] lengths not None, StopFlag stop not None,
-         uint64_t deadline_ns):
+         uint64_t deadline_ns, uint64_t bell, uint64_t token):
     """Copies a plan inside this process's address space with non-temporal stores; see ``hurray_copy`` in moves.h.
+    ``bell`` is an address, or 0.
 
     Returns ``(posted, completed, nbytes, status, settled)``; both memories are free again when it returns.
     """
@@ -469,8 +470,17 @@ def copy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets n
     src, dst, nbytes = &src_offsets[0], &dst_offsets[0], &lengths[0]
     with nogil:
         outcome = hurray_copy(src_base, dst_base, src, dst, nbytes, <uint64_t>lengths.shape[0], &stop.value,
-                              deadline_ns)
+                              deadline_ns, <uint64_t *>bell, token)
     return _as_tuple(outcome)
+
+
+def rings(const uint64_t[::1] words not None, Py_ssize_t index, uint64_t token, uint64_t timeout_ns):
+    """Whether ``words[index]`` holds the token within that time; see ``hurray_rings`` in moves.h."""
+    cdef const uint64_t *bell = &words[index]
+    cdef int heard
+    with nogil:
+        heard = hurray_rings(bell, token, timeout_ns)
+    return heard != 0
 
 
 def memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets not None,

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -15,6 +16,8 @@
 #define SPINS_BEFORE_SLEEP 2000
 /* Another thread that progresses the same worker may take the event that this one sleeps for, so no sleep is long. */
 #define SLEEP_MS 1
+/* Of a bell, before others on this core have their turn: a microsecond or two. */
+#define LOOKS_PER_YIELD 32
 /* How often the loops look at the clock and at `stop`. */
 #define OPERATIONS_PER_CHECK 64
 #define BYTES_PER_CHECK (4u << 20)
@@ -331,6 +334,11 @@ static void store_fence(void)
 {
     _mm_sfence();
 }
+
+static void spin_pause(void)
+{
+    _mm_pause();
+}
 #else
 static void stream(char *dst, const char *src, uint64_t nbytes)
 {
@@ -341,11 +349,15 @@ static void store_fence(void)
 {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
+
+static void spin_pause(void)
+{
+}
 #endif
 
 hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
                              const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
-                             const volatile int *stop, uint64_t deadline_ns)
+                             const volatile int *stop, uint64_t deadline_ns, uint64_t *bell, uint64_t token)
 {
     hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
     uint64_t unchecked = BYTES_PER_CHECK;
@@ -381,8 +393,30 @@ hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_
         }
     }
     store_fence();
+    if (bell != NULL && outcome.status == UCS_OK) {
+        __atomic_store_n(bell, token, __ATOMIC_RELEASE);
+    }
     outcome.completed = outcome.posted; /* a copy is complete when the call returns */
     return outcome;
+}
+
+int hurray_rings(const uint64_t *bell, uint64_t token, uint64_t timeout_ns)
+{
+    uint64_t deadline_ns = now_ns() + timeout_ns;
+
+    for (;;) {
+        /* Whoever copies may wait for this core. */
+        for (int i = 0; i < LOOKS_PER_YIELD; i++) {
+            if (__atomic_load_n(bell, __ATOMIC_ACQUIRE) == token) {
+                return 1;
+            }
+            spin_pause();
+        }
+        if (now_ns() >= deadline_ns) {
+            return 0;
+        }
+        sched_yield();
+    }
 }
 
 void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,

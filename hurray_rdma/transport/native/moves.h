@@ -60,11 +60,15 @@ void hurray_close_drop(hurray_closing_t *closing);
 
 /*
  * Copies pieces between two addresses of this process, with stores that bypass the cache where the CPU has them
- * (the pages are not read here again). A store fence orders all of them before anything that follows.
+ * (the pages are not read here again). A store fence orders all of them before anything that follows. When all are
+ * copied `token` is stored at `bell`, unless that is NULL.
  */
 hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
                              const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
-                             const volatile int *stop, uint64_t deadline_ns);
+                             const volatile int *stop, uint64_t deadline_ns, uint64_t *bell, uint64_t token);
+
+/* Whether `bell` holds the token within that time; what was copied before it was stored there is visible if so. */
+int hurray_rings(const uint64_t *bell, uint64_t token, uint64_t timeout_ns);
 
 /* The same with memcpy: the yardstick that reports compare with. */
 void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,

@@ -35,7 +35,8 @@ cdef extern from "moves.h" nogil:
     ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, const int *stop, uint64_t deadline_ns)
     hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
                                  const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
-                                 const int *stop, uint64_t deadline_ns)
+                                 const int *stop, uint64_t deadline_ns, uint64_t *bell, uint64_t token)
+    int hurray_rings(const uint64_t *bell, uint64_t token, uint64_t timeout_ns)
     void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,
                        const uint64_t *lengths, uint64_t count)
     int hurray_map_over(uint64_t from_address, uint64_t to_address, uint64_t nbytes)
