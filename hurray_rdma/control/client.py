@@ -221,12 +221,13 @@ class ClientSession(DataSession):
             self._say_all(transfer, now)
         return True
 
-    def prepare(self, transfer_id: int, prepare: Prepare) -> bool:
+    def prepare(self, transfer_id: int, prepare: Prepare, *, now: float) -> bool:
         """What ``commit`` is going to say, while the pages granted ahead are being filled.
 
         Args:
             transfer_id: a granted reservation.
             prepare: as ``commit`` takes it.
+            now: the time.
 
         Returns:
             False if the transfer is ending or has ended.

@@ -213,8 +213,8 @@ class ServerSession(DataSession):
         self._reply(TensorPutAck(), transfer_id)
         return True
 
-    def hear_bell(self, transfer_id: int) -> bool:
-        """The bell of a reservation's grant rang after its :class:`Prepared`, which is as if it was Committed.
+    def hear_bell(self, transfer_id: int, *, now: float) -> bool:
+        """The bell of a reservation's grant rang after its Prepared, which is as if it was Committed: answer alike.
 
         Returns:
             False if the transfer is ending or has ended, or was committed before.

@@ -199,7 +199,7 @@ class _AheadGrant(Exchange[Grant]):
     def _prepare(self, prepare: Prepare) -> None:
         """The receiver wakes up, and makes ready for it, while the pages are copied."""
         if self._transfer_id is not None:
-            self._route.session.prepare(self._transfer_id, prepare)
+            self._route.session.prepare(self._transfer_id, prepare, now=self._loop.time())
             self._route.notify()
 
     def _is_undone(self, error: BaseException) -> bool:

@@ -468,6 +468,6 @@ class Receiver:
         lease.trim(num_pages)
         now = self._loop.time()
         self.granted.committed(link, transfer_id, arrival, num_pages=num_pages, seconds=seconds)
-        link.session.hear_bell(transfer_id)
+        link.session.hear_bell(transfer_id, now=now)
         link.session.acknowledge(transfer_id, now=now)
         link.notify()

@@ -26,9 +26,9 @@ __all__ = ["ConnectionPair", "Side", "commit_like"]
 Side = Literal["client", "server"]
 
 
-def commit_like(offer: Offer) -> Commit:
+def commit_like(offer: Offer, kind: type[Commit] = Commit) -> Commit:
     """What a client says of the same snapshot in pages granted ahead."""
-    return Commit(
+    return kind(
         key=offer.key,
         descriptors=offer.descriptors,
         block_table=offer.block_table,

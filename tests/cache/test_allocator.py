@@ -69,6 +69,29 @@ def test_shared_pages_go_back_with_their_last_lease() -> None:
     assert allocator.accounts().num_free_runs == 1
 
 
+def test_a_trimmed_lease_keeps_its_first_pages_and_whoever_waits_hears_of_the_others() -> None:
+    allocator, freed = PageAllocator(8), []
+    allocator.watch(lambda: freed.append(1))
+    lease = allocator.lease(6)
+    shared = allocator.retain([5])
+    lease.trim(6)
+    assert freed == []
+    lease.trim(2)
+    assert lease.page_ids.tolist() == [0, 1]
+    assert len(freed) == 1
+    assert allocator.accounts().leased == 3, "page 5 is somebody else's, too"
+    with pytest.raises(GeometryError, match="count = 3: must be from 0 to 2"):
+        lease.trim(3)
+    shared.release()
+    lease.release()
+    lease.trim(1)
+    assert allocator.accounts().free == 8
+    lease = allocator.lease(4)
+    allocator.quarantine(lease, reason="peer lost")
+    lease.trim(1)
+    assert allocator.accounts().quarantined == 4
+
+
 def test_only_pages_that_somebody_holds_can_be_retained() -> None:
     allocator = PageAllocator(4)
     lease = allocator.lease(2)

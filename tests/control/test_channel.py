@@ -746,7 +746,7 @@ def _frames(*messages: tuple[Message, int]) -> bytes:
 
 def _hello_at_once() -> bytes:
     """All that a client says until its session is open, without waiting for an answer."""
-    hello = ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/8")))
+    hello = ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/9")))
     session = SessionMessage(engine_name="hasty", host_id=b"h", worker_address=b"w", heartbeat_s=1.0)
     return _frames((hello, 1), (session, 1))
 

@@ -38,7 +38,7 @@ from hurray_rdma.errors import (
 from hurray_rdma.testing.pair import ConnectionPair
 
 MakeConfig = Callable[..., SessionConfig]
-HELLO = ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/8")))
+HELLO = ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/9")))
 SESSION = SessionMessage(engine_name="e", token="", host_id=b"", worker_address=b"", heartbeat_s=1)
 
 
@@ -62,12 +62,12 @@ def test_each_message_in_turn(make_config: MakeConfig) -> None:
     assert message == ClientHello(
         max_message_nbytes=64 << 20,
         capabilities=Capability.RDMA_DATA_PLANE,
-        layouts=((0x0B, b""), (0x0A, b""), (0xF0, b"hurray_rdma/8")),
+        layouts=((0x0B, b""), (0x0A, b""), (0xF0, b"hurray_rdma/9")),
     )
     assert server.receive(hello, 0) == []
     answer = server.data_to_send()
     assert list(FrameDecoder(1 << 20).feed(answer)) == [
-        (1, ServerHello(max_message_nbytes=64 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/8")))),
+        (1, ServerHello(max_message_nbytes=64 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/9")))),
     ]
     assert client.receive(answer, 0) == []
     session = client.data_to_send()
@@ -288,7 +288,7 @@ def test_a_server_answers_a_wrong_start_with_error_and_closes(first: bytes, make
         (bytes(12), ("not a Hurray connection",)),
         (
             encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"hurray_rdma/1"))), 1),
-            ("this side speaks 'hurray_rdma/8', the peer 'hurray_rdma/1'", "same release"),
+            ("this side speaks 'hurray_rdma/9', the peer 'hurray_rdma/1'", "same release"),
         ),
         (
             encode(ClientHello(max_message_nbytes=1 << 20, layouts=((0x0B, b""), (0xF0, b"\x1b[2J\xff"))), 1),
@@ -339,7 +339,7 @@ def test_before_authentication_no_more_than_64_kib_are_accepted(make_config: Mak
 @pytest.mark.parametrize("tags", [(0x0B, 0x0A), (), (0x55,)])
 def test_a_client_wants_exactly_one_of_its_dialects(tags: tuple[int, ...], make_config: MakeConfig) -> None:
     client = ClientSession(make_config(), now=0)
-    hello = ServerHello(max_message_nbytes=1 << 20, layouts=(*((tag, b"") for tag in tags), (0xF0, b"hurray_rdma/8")))
+    hello = ServerHello(max_message_nbytes=1 << 20, layouts=(*((tag, b"") for tag in tags), (0xF0, b"hurray_rdma/9")))
     error = closing_error(client.receive(encode(hello, 1), 0))
     assert isinstance(error, ProtocolError)
     assert error.code == ErrorCode.LAYOUT_UNAVAILABLE

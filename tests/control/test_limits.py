@@ -88,7 +88,8 @@ def test_an_ended_names_at_most_4096_descriptors() -> None:
 
 
 def test_messages_without_tables_or_data_have_at_most_64_kib() -> None:
-    long = {5, 0xF1, 0xF2, 0xF3, 0xF7, 0xF9, 0xFB}  # TENSOR_DATA, POOL, OFFER, GRANT, PUBLISHED, COMMIT, TAKE
+    # TENSOR_DATA, POOL, OFFER, GRANT, PUBLISHED, COMMIT, TAKE, PREPARE
+    long = {5, 0xF1, 0xF2, 0xF3, 0xF7, 0xF9, 0xFB, 0xFD}
     for kind in MessageType:
         header = struct.pack("<III", kind, 1, 65537)
         decoder = FrameDecoder(1 << 20)

@@ -17,6 +17,8 @@ from hurray_rdma.control import (
     Offer,
     Offered,
     Pool,
+    Prepare,
+    Prepared,
     Published,
     Quiesced,
     Refused,
@@ -121,6 +123,88 @@ def test_a_commit_is_said_again_until_it_is_acknowledged_as_it_was(
     assert (ahead, TensorPutAck) in said(pair.server.data_to_send())  # Lost.
     assert pair.server.receive(first, pair.now) == []
     assert said(pair.server.data_to_send()) == [(ahead, TensorPutAck)]
+
+
+# What is told before it is true.
+
+
+def prepare_like(offer: Offer) -> Prepare:
+    prepare = commit_like(offer, Prepare)
+    assert isinstance(prepare, Prepare)
+    return prepare
+
+
+def test_what_is_prepared_is_committed_by_a_bell_and_said_only_if_that_is_not_acknowledged(
+    pair: ConnectionPair, ahead: int, make_offer: MakeOffer
+) -> None:
+    offer = make_offer()
+    for _ in range(2):  # Repeated, it does no harm.
+        assert pair.client.prepare(ahead, prepare_like(offer), now=pair.now)
+    request = pair.client.data_to_send()
+    assert said(request) == [(ahead, Prepare)] * 2
+    prepared = pair.server.receive(request, pair.now)
+    assert kinds(prepared) == [Prepared, Prepared]
+    assert prepared[0].commit.block_table.tolist() == offer.block_table.tolist()  # type: ignore[union-attr]
+    assert pair.client.commit(ahead, commit_like(offer), now=pair.now, rung=True)
+    assert pair.client.data_to_send() == b""
+
+    assert pair.server.hear_bell(ahead, now=pair.now)
+    assert not pair.server.hear_bell(ahead, now=pair.now)
+    assert pair.server.acknowledge(ahead, now=pair.now)
+    assert not pair.server.hear_bell(ahead, now=pair.now)
+    answer = pair.server.data_to_send()
+    pair.client.handle_timeout(pair.now + 0.001)
+    assert pair.client.data_to_send() == b""
+    pair.client.handle_timeout(pair.now + 0.0021)
+    late = pair.client.data_to_send()
+    assert said(late) == [(ahead, Commit)]
+    assert pair.client.receive(answer, pair.now) == [Acknowledged(ahead)]
+    assert pair.server.receive(late, pair.now) == []
+    assert pair.client.receive(pair.server.data_to_send(), pair.now) == []  # Acknowledged again.
+    assert pair.num_open("client") == pair.num_open("server") == 0
+
+
+def test_where_no_bell_is_heard_the_commit_is(pair: ConnectionPair, ahead: int, make_offer: MakeOffer) -> None:
+    offer = make_offer()
+    pair.client.prepare(ahead, prepare_like(offer), now=pair.now)
+    pair.client.commit(ahead, commit_like(offer), now=pair.now, rung=True)
+    pair.advance(0.01)
+    assert kinds(pair.take("server")) == [Prepared, Committed]
+    assert not pair.server.hear_bell(ahead, now=pair.now)
+    assert pair.server.acknowledge(ahead, now=pair.now)
+    pair.settle()
+    assert pair.take("client") == [Acknowledged(ahead)]
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+def test_what_is_prepared_may_end_before_it_is_committed(
+    who: Side, pair: ConnectionPair, ahead: int, make_offer: MakeOffer
+) -> None:
+    pair.client.prepare(ahead, prepare_like(make_offer()), now=pair.now)
+    pair.settle()
+    pair.take("server")
+    (pair.client if who == "client" else pair.server).abort(ahead, ErrorCode.ABORTED, "no", now=pair.now)
+    assert not pair.client.prepare(ahead, prepare_like(make_offer()), now=pair.now) or who == "server"
+    pair.settle()
+    assert kinds(pair.take("server" if who == "client" else "client")) == [AbortRequested]
+    assert not pair.server.hear_bell(ahead, now=pair.now)
+    assert not pair.client.commit(ahead, commit_like(make_offer()), now=pair.now, rung=True)
+    pair.client.quiet(ahead, now=pair.now)
+    pair.settle()
+    assert pair.take("server") == [Quiesced(ahead)]
+    assert pair.num_open("client") == pair.num_open("server") == 0
+
+
+def test_a_prepare_before_the_grant_ends_the_reservation(
+    pair: ConnectionPair, reserved: int, make_offer: MakeOffer
+) -> None:
+    with pytest.raises(LocalProtocolError):
+        pair.client.prepare(reserved, prepare_like(make_offer()), now=pair.now)
+    pair.server_events += pair.server.receive(encode(prepare_like(make_offer()), reserved), pair.now)
+    (failed,) = pair.take("server")
+    assert isinstance(failed, TransferFailed)
+    assert "PREPARE cannot follow in state OFFERED" in str(failed.error)
+    assert pair.server.is_open
 
 
 # No answer, or a refusal.
@@ -429,12 +513,13 @@ def test_a_commit_before_the_grant_ends_the_reservation(
     assert pair.server.is_open
 
 
+@pytest.mark.parametrize("message", [Commit, Prepare])
 @pytest.mark.parametrize("kind", ["push", "pull"])
 def test_a_commit_on_another_kind_of_transfer_fails_it(
-    kind: str, pair: ConnectionPair, make_offer: MakeOffer, request: pytest.FixtureRequest
+    kind: str, message: type[Commit], pair: ConnectionPair, make_offer: MakeOffer, request: pytest.FixtureRequest
 ) -> None:
     transfer_id = request.getfixturevalue({"push": "granted", "pull": "published"}[kind])
-    pair.server_events += pair.server.receive(encode(commit_like(make_offer()), transfer_id), pair.now)
+    pair.server_events += pair.server.receive(encode(commit_like(make_offer(), message), transfer_id), pair.now)
     (failed,) = pair.take("server")
     assert isinstance(failed, TransferFailed)
     assert isinstance(failed.error, ProtocolError)
@@ -452,7 +537,7 @@ def test_a_reservation_said_twice_is_heard_once(pair: ConnectionPair, ahead: int
     assert pair.server.data_to_send() == b""
 
 
-@pytest.mark.parametrize("kind", [0xF8, 0xF9])
+@pytest.mark.parametrize("kind", [0xF8, 0xF9, 0xFD])
 def test_an_undecodable_message_is_answered_and_leaves_the_session(kind: int, pair: ConnectionPair) -> None:
     frame = kind.to_bytes(4, "little") + (50).to_bytes(4, "little") + (1).to_bytes(4, "little") + b"\xc0"
     assert pair.server.receive(frame, pair.now) == []

@@ -34,7 +34,16 @@ class Traffic(ChaosProxy):
         self._counting = [
             self.arm(Rule(action=Action.DROP, kind=kind, direction=direction, nth=NEVER))
             for direction, kinds in {
-                Direction.TO_SERVER: ("OFFER", "TENSOR_DATA_END", "ENDED", "RESERVE", "COMMIT", "ABORT", "QUIET"),
+                Direction.TO_SERVER: (
+                    "OFFER",
+                    "TENSOR_DATA_END",
+                    "ENDED",
+                    "RESERVE",
+                    "PREPARE",
+                    "COMMIT",
+                    "ABORT",
+                    "QUIET",
+                ),
                 Direction.TO_CLIENT: ("GRANT", "TENSOR_PUT_ACK", "ABORT", "ERROR"),
             }.items()
             for kind in map(MessageType.__getitem__, kinds)
@@ -43,6 +52,12 @@ class Traffic(ChaosProxy):
     def __getitem__(self, name: str) -> int:
         """How many there were of a kind."""
         return sum(rule.num_seen for rule in self._counting if rule.kind.name == name)
+
+    @property
+    def ahead(self) -> int:
+        """Messages that told of snapshots in pages granted ahead: PREPARE of what is copied through a mapping, COMMIT
+        of all else, and of the first where its bell was not heard at once."""
+        return self["PREPARE"] + self["COMMIT"]
 
     def counts(self) -> Counter[str]:
         """How many there were of each kind."""
@@ -73,11 +88,11 @@ async def until_granted_ahead(peer: Peer, sent: Snapshot, traffic: Traffic, chil
     """Sends until pages granted ahead are used."""
 
     async def used() -> bool:
-        before = traffic["COMMIT"]
+        before = traffic.ahead
         await peer.send(sent, key="ahead")
         if child is not None:
             assert await hear(child) == ("ahead", digest(sent))
-        return traffic["COMMIT"] > before
+        return traffic.ahead > before
 
     await eventually(used)
 

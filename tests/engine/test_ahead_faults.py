@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hurray_rdma import HurrayError, PeerLostError
+from hurray_rdma import HurrayError, Peer, PeerLostError
 from hurray_rdma.control import (
     MessageType,
 )
@@ -45,6 +45,12 @@ from tests.hazards.scenes import (
 
 C, S = Direction.TO_CLIENT, Direction.TO_SERVER
 
+
+def unprepared() -> Rule:
+    """Loses what is told while pages are copied through a mapping, so that COMMIT has to."""
+    return Rule(action=Action.DROP, kind=MessageType.PREPARE, direction=S)
+
+
 # Senders that fall silent.
 
 
@@ -77,6 +83,7 @@ def test_a_sender_killed_as_it_commits(lane: str, action: Action, num_arrivals: 
                 await hear(child)
                 for n in range(4):
                     await send(child, str(n), [n, n + 1], taking)
+                traffic.arm(unprepared())
                 rule = Rule(
                     action=action,
                     kind=MessageType.COMMIT,
@@ -95,6 +102,36 @@ def test_a_sender_killed_as_it_commits(lane: str, action: Action, num_arrivals: 
                 for arrival in taking.held:
                     assert digest(await arrival.snapshot()) == expected[0][1]
                     arrival.release()
+
+    run(job())
+
+
+@pytest.mark.parametrize("num_pages", [1, 8])
+def test_a_sender_killed_while_it_copies_leaves_all_of_a_snapshot_or_nothing(num_pages: int) -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking), Traffic(engine.address) as traffic:
+            for turn in range(4):
+                with Child(sender, traffic.address, {}) as child, make_pool(SPEC, 64) as same:
+                    fill(same, 1)
+                    await hear(child)
+                    for n in range(3):
+                        await send(child, f"{turn}.{n}", [n, n + 1], taking)
+                    rule = Rule(
+                        action=Action.STALL,
+                        kind=MessageType.PREPARE,
+                        direction=S,
+                        seconds=0.05,
+                        on_fired=lambda: child.signal(signal.SIGKILL),
+                    )
+                    traffic.arm(rule)
+                    before = len(taking.taken)
+                    child.send(("send", "last", list(range(num_pages))))
+                    await asyncio.to_thread(child.join)
+                    assert rule.fired, "it went the usual way"
+                    await settled(pool, NUM_PAGES, 0, 0)
+                    assert taking.taken[before:] in ([], [("last", digest(snapshot_of(same, list(range(num_pages)))))])
+            stats = engine.stats()
+            assert stats.num_quarantined == stats.num_recovered
 
     run(job())
 
@@ -159,7 +196,7 @@ def test_engines_that_close_leave_no_page_behind() -> None:
 # Messages that are lost, repeated, late, or the last.
 
 FAULTS = [
-    *((kind, S, action) for kind in ("COMMIT", "RESERVE") for action in Action),
+    *((kind, S, action) for kind in ("PREPARE", "COMMIT", "RESERVE") for action in Action),
     *((kind, C, action) for kind in ("TENSOR_PUT_ACK", "GRANT") for action in Action),
 ]
 MAY_FAIL = {Action.TRUNCATE, Action.CUT}
@@ -179,8 +216,11 @@ def test_whatever_happens_to_a_message_a_snapshot_arrives_at_most_once(
             async with sending(await hear(child), pool, peer_timeout_s=2) as (engine, peer, traffic):
                 first = snapshot_of(pool, [1])
                 await until_granted_ahead(peer, first, traffic, child)
+                await eventually(lambda: grants_ready(peer) > 0)  # else the first GRANT would be of an OFFER
                 rule = Rule(action=action, kind=MessageType[kind], direction=direction, seconds=0.3, keep_nbytes=14)
                 traffic.arm(rule)
+                if kind == "COMMIT":
+                    traffic.arm(unprepared())
                 sent: dict[str, str] = {}
                 done: set[str] = set()
                 for n in range(12):
@@ -211,6 +251,11 @@ def test_whatever_happens_to_a_message_a_snapshot_arrives_at_most_once(
     run(job())
 
 
+def grants_ready(peer: Peer) -> int:
+    assert peer._connection is not None
+    return sum(grant.ready for grants in peer._connection.ahead._grants.values() for grant in grants)
+
+
 async def all_free(child: Child) -> bool:
     answer = await ask(child, "counts")
     return bool(answer == (NUM_PAGES, 0, 0))
@@ -223,7 +268,7 @@ def test_a_cut_before_the_commit_is_heard_is_told_and_after_it_nothing_arrives_t
                 fill(source, 1)
                 sent = snapshot_of(source, [3, 4])
                 for kind, direction, arrives in (
-                    (MessageType.COMMIT, S, False),
+                    (MessageType.PREPARE, S, False),
                     (MessageType.TENSOR_PUT_ACK, C, True),
                 ):
                     async with sending(engine.address, source) as (_, peer, traffic):
@@ -276,7 +321,7 @@ def test_a_send_that_is_cancelled_after_its_commit_harms_no_other() -> None:
                 fill(source, 1)
                 sent, other = snapshot_of(source, [3, 4]), snapshot_of(source, [5])
                 async with sending(engine.address, source) as (sender_engine, peer, traffic):
-                    for kind, direction in ((MessageType.COMMIT, S), (MessageType.TENSOR_PUT_ACK, C)):
+                    for kind, direction in ((MessageType.PREPARE, S), (MessageType.TENSOR_PUT_ACK, C)):
                         await until_granted_ahead(peer, other, traffic)
                         fired = asyncio.Event()
                         rule = Rule(
@@ -293,7 +338,7 @@ def test_a_send_that_is_cancelled_after_its_commit_harms_no_other() -> None:
             await settled(pool, NUM_PAGES, 0, 0)
             times = Counter(key for key, _ in taking.taken)
             assert times["next"] == 2
-            assert times["COMMIT"] <= 1
+            assert times["PREPARE"] <= 1
             assert times["TENSOR_PUT_ACK"] == 1
 
     run(job())
@@ -310,8 +355,8 @@ def test_many_sends_at_once_over_one_peer() -> None:
                         each = {f"{turn}.{n}": snapshot_of(source, [8 * n + turn, 8 * n + 7]) for n in range(8)}
                         expected |= {key: digest(snapshot) for key, snapshot in each.items()}
                         await asyncio.gather(*(peer.send(snapshot, key=key) for key, snapshot in each.items()))
-                    assert traffic["COMMIT"] >= 5
-                    assert traffic["COMMIT"] + traffic["OFFER"] == 48
+                    assert traffic["PREPARE"] >= 5
+                    assert traffic["PREPARE"] + traffic["OFFER"] == 48
                 await eventually(lambda: len(taking.taken) == 48)
                 assert dict(taking.taken) == expected
             await settled(pool, 256, 0, 0)

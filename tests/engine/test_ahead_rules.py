@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hurray_rdma import CacheSpec, Engine, PagePool, Snapshot, TransportError
+from hurray_rdma import CacheSpec, Engine, PagePool, Placement, Snapshot, TransportError
 from hurray_rdma.control import (
     AbortRequested,
     Acknowledged,
     ErrorCode,
+    Grant,
     Granted,
     Offer,
+    Prepare,
     Refused,
     Reserve,
     error_code,
@@ -159,6 +161,107 @@ def test_a_commit_of_what_was_not_granted_is_refused(what: str, code: ErrorCode,
             await settled_but_ahead(pool)
             stats = engine.stats()
             assert (stats.num_quarantined, stats.num_recovered) == ((0, 0) if says_quiet else (8, 8))
+
+    run(job())
+
+
+def ring(pool: PagePool, grant: Grant, token: int) -> None:
+    """As its sender would, through its mapping."""
+    at = grant.bell_offset_nbytes
+    pool.regions[0].array()[at : at + 8].view(np.uint64)[0] = token
+
+
+MAPPED = {"path": "mapped", "lane": "sysv"}
+
+
+def test_a_snapshot_arrives_when_its_bell_rings_and_once_whatever_is_said_of_it_later() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking), shaken(engine.address) as hand:
+            with make_pool(SPEC, 64) as source:
+                commit = offer_of(snapshot_of(source, [1, 2, 3]))
+                prepare = commit_like(commit, Prepare)
+                for rings_before in (True, False):
+                    transfer_id = reserve(hand, **MAPPED)
+                    grant = (await hand.expect(Granted)).grant
+                    assert grant.bell_token > 0
+                    if rings_before:
+                        ring(pool, grant, grant.bell_token)
+                    hand.do("prepare", transfer_id, prepare)
+                    if rings_before:
+                        hand.do("commit", transfer_id, commit_like(commit), rung=True)
+                    else:  # nothing follows from it, until COMMIT is said
+                        hand.do("prepare", transfer_id, prepare)
+                        reserve(hand, 17)
+                        await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
+                        assert len(taking.taken) == 1
+                        ring(pool, grant, grant.bell_token)
+                        hand.do("commit", transfer_id, commit_like(commit))
+                    assert (await hand.expect(Acknowledged)).transfer_id == transfer_id
+                    say(hand, transfer_id, commit)
+                    await eventually(lambda before=rings_before: len(taking.taken) == 2 - before)
+                    await settled(pool, NUM_PAGES, 0, 0)
+            assert [key for key, _ in taking.taken] == ["by hand"] * 2
+            assert engine.stats().receive.num_transfers == 2
+            assert engine.stats().receive.failures == {}
+
+    run(job())
+
+
+@pytest.mark.parametrize("what", ["no ring", "another token", "bad tables", "too many pages", "expected elsewhere"])
+def test_what_is_prepared_and_not_rung_for_or_wrong_is_not_taken(what: str) -> None:
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking), unharmed(engine, pool, taking):
+            async with shaken(engine.address) as hand:
+                with make_pool(SPEC, 64) as source:
+                    await eventually(lambda: counts(pool)[1] <= 8)
+                    transfer_id = reserve(hand, **MAPPED)
+                    grant = (await hand.expect(Granted)).grant
+                    sent = snapshot_of(source, list(range(9 if what == "too many pages" else 3)))
+                    prepare = commit_like(offer_of(sent), Prepare)
+                    match what:
+                        case "another token":
+                            ring(pool, grant, grant.bell_token + 1)
+                        case "bad tables":
+                            prepare.block_table = np.array([64, 65, 66], np.uint32)
+                        case "expected elsewhere":
+                            chosen = pool.allocator.lease(3)
+                            engine.expect("by hand", Placement(pool, chosen.page_ids))
+                    if what not in ("no ring", "another token"):
+                        ring(pool, grant, grant.bell_token)
+                    hand.do("prepare", transfer_id, prepare)
+                    hand.do("abort", transfer_id, ErrorCode.ABORTED, "enough")
+                    hand.do("quiet", transfer_id)
+                    if what == "expected elsewhere":
+                        await eventually(lambda: counts(pool)[1] <= 11)
+                        assert engine.unexpect("by hand")
+                        chosen.release()
+                await eventually(lambda: counts(pool)[1] <= 16)
+            assert [key for key, _ in taking.taken if key == "by hand"] == []
+            assert engine.stats().num_quarantined == 0
+
+    run(job())
+
+
+def test_grants_to_senders_that_map_nothing_have_no_bell() -> None:
+    async def job() -> None:
+        async with receiving() as (engine, _, taking), shaken(engine.address) as hand:
+            reserve(hand)
+            assert (await hand.expect(Granted)).grant.bell_token == 0
+            taking.check()
+
+    run(job())
+
+
+def test_when_all_bells_are_out_pages_are_granted_without() -> None:
+    async def job() -> None:
+        async with receiving(8 * 80) as (engine, _, taking), shaken(engine.address) as hand:
+            bells = []
+            for _ in range(70):
+                reserve(hand, 1, **MAPPED)
+                bells.append((await hand.expect(Granted)).grant)
+            assert len({grant.bell_token for grant in bells}) == 65
+            assert [grant.bell_token for grant in bells[64:]] == [0] * 6
+            taking.check()
 
     run(job())
 

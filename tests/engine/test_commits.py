@@ -30,7 +30,7 @@ def commit_of(
 ) -> Commit:
     with PagePool.allocate(spec, NUM_PAGES) as pool:
         snapshot = Snapshot.from_block_tables(pool, tables, seq_lens=seq_lens)
-        return exchange.commit_of(snapshot, "k", descriptors=snapshot.encode_descriptors(dialect=dialect))
+        return exchange.commit_of(snapshot, "k", descriptors=snapshot.encode_descriptors(dialect=dialect), kind=Commit)
 
 
 @pytest.fixture(scope="module")
