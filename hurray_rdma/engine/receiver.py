@@ -386,7 +386,7 @@ class Receiver:
     def _prepared(self, link: Link, transfer_id: int, commit: Commit) -> None:
         """A snapshot is being copied into pages that were granted ahead: it is complete if its bell rings."""
         held = self._ahead.held(link, transfer_id)
-        if held is None or held.bell is None or self._queue.is_expected(commit.key):
+        if held is None or held.bell is None or self.pool.needs_flush or self._queue.is_expected(commit.key):
             return
         came = self._loop.time()
         try:

@@ -35,7 +35,7 @@ class BrokenLane:
 
         monkeypatch.setattr(Mover, "move", move)
         monkeypatch.setattr(Transfer, "_look_whether_alive", told)
-        monkeypatch.setattr(exchange, "_INLINE_NBYTES", -1)  # in a thread, as of large pages
+        monkeypatch.setattr(exchange, "INLINE_NBYTES", -1)  # in a thread, as of large pages
 
     async def looked_at(self, transfer: Transfer) -> None:
         """Returns once the move has failed, and its task looks whether the peer is alive."""
