@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
 from hurray_rdma.control import Commit, Grant, Prepare, Reserve
-from hurray_rdma.engine.compat import page_map_of, pages_nbytes
+from hurray_rdma.engine.compat import page_map_of, pages_nbytes, pages_of
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, commit_of, retain
 from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
 from hurray_rdma.format import DescriptorForm
-from hurray_rdma.plan import PageMap, Plan, WholePages, check_pair, distinct_pages, plan_transfer
+from hurray_rdma.plan import PageMap, Plan, WholePages, check_pair, plan_transfer
 from hurray_rdma.transport import Bell, Path
 
 __all__ = ["AheadGrants"]
@@ -62,22 +62,6 @@ class _PoolPair:
     """A snapshot of more goes the usual way."""
     max_rung: int
     """As many pages are copied at once, so that their receiver may listen meanwhile."""
-
-    def pages_of(self, snapshot: Snapshot, *, zero_tails: bool) -> Uint32 | PageMap:
-        """What travels: the IDs of pages that are copied as they are, or how the pages of the two pools correspond.
-
-        Raises:
-            GeometryError: as of `page_map_of`.
-        """
-        if self.whole is None or zero_tails:
-            return page_map_of(snapshot, self.remote.layout.spec)
-        return distinct_pages(
-            snapshot.block_table,
-            snapshot.seq_ptr,
-            snapshot.seq_lens,
-            num_pages=snapshot.pool.num_pages,
-            page_size=snapshot.pool.spec.page_size,
-        )
 
 
 class _Bar(NamedTuple):
@@ -276,7 +260,8 @@ class AheadGrants:
         if not grants and not self._may_ask(remote, _MIN_PAGES):
             return None  # as most receivers grant nothing ahead, nothing more is spent on it
         try:
-            pages = pair.pages_of(snapshot, zero_tails=zero_tails)
+            whole = pair.whole is not None and not zero_tails
+            pages = pages_of(snapshot) if whole else page_map_of(snapshot, remote.layout.spec)
         except GeometryError:
             return None  # the usual way says why
         num_pages = _num_pages(pages)

@@ -13,8 +13,8 @@ from typing import Any
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import Grant, StaleGenerationError
 from hurray_rdma.engine.compat import page_map_of, pages_of
-from hurray_rdma.engine.exchange import INLINE_NBYTES, Exchange, RemotePool, Route, known_offer, retain
-from hurray_rdma.engine.mover import Moves
+from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, known_offer, retain
+from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, PeerLostError, TransferAbortedError

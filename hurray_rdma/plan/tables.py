@@ -11,21 +11,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache.indices import dedupe, valid_pages
 
-__all__ = ["dedupe", "distinct_pages", "valid_pages"]
-
-
-def distinct_pages(
-    block_table: NDArray[np.uint32],
-    seq_ptr: NDArray[np.uint32],
-    seq_lens: NDArray[np.uint32],
-    *,
-    num_pages: int,
-    page_size: int,
-) -> NDArray[np.uint32]:
-    """The pages that travel, each once: those of `dedupe`, of what `valid_pages` leaves. Arguments as of these."""
-    table, _ = valid_pages(block_table, seq_ptr, seq_lens, page_size)
-    page_ids, _ = dedupe(table, num_pages=num_pages)
-    return page_ids
+__all__ = ["dedupe", "valid_pages"]
 
 
 def look_up(values: NDArray[np.uint32], index: NDArray[np.int64]) -> NDArray[np.uint32]:

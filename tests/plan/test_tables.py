@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.plan import dedupe, distinct_pages, map_pages, valid_pages
+from hurray_rdma.plan import dedupe, valid_pages
 
 
 def uint32(*values: int) -> np.ndarray:
@@ -69,19 +69,6 @@ def test_dedupe_finds_each_page_once_and_its_entries(
     assert page_ids.tolist() == sorted(set(block_table.tolist()))
     assert page_ids[inverse].tolist() == block_table.tolist()
     assert page_ids.dtype == inverse.dtype == np.uint32
-
-
-@given(tables())
-def test_distinct_pages_are_those_that_a_map_between_equal_pages_says(
-    case: tuple[np.ndarray, np.ndarray, np.ndarray, int, int],
-) -> None:
-    block_table, seq_ptr, seq_lens, page_size, num_pages = case
-    page_ids = distinct_pages(block_table, seq_ptr, seq_lens, num_pages=num_pages, page_size=page_size)
-    page_map = map_pages(
-        block_table, seq_ptr, seq_lens, num_pages=num_pages, src_page_size=page_size, dst_page_size=page_size
-    )
-    assert page_ids.tolist() == page_map.src_page_ids.tolist()
-    assert page_ids.dtype == np.uint32
 
 
 @pytest.mark.parametrize("num_pages", [10, 10**6], ids=["dense", "sparse"])
