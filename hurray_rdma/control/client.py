@@ -44,8 +44,8 @@ __all__ = ["ClientSession"]
 
 _ASKED = {TransferKind.PUSH: "offer", TransferKind.PULL: "fetch", TransferKind.RESERVATION: "reservation"}
 _RENEWALS_OF_LEASE = 4
-_HEARD_S = 0.002
-"""Whoever listens to a bell has acknowledged it by then; else it had something else to do."""
+_HEARD_S = 0.005
+"""Whoever listens to a bell has acknowledged it by then; or did not hear it, since it or this side had to wait."""
 _MIN_RENEW_S = 0.01
 _SPARE_IDS = 1 << 20
 """Stream ids that are left to transfers which begin at the same time."""

@@ -153,9 +153,9 @@ def test_what_is_prepared_is_committed_by_a_bell_and_said_only_if_that_is_not_ac
     assert pair.server.acknowledge(ahead, now=pair.now)
     assert not pair.server.hear_bell(ahead, now=pair.now)
     answer = pair.server.data_to_send()
-    pair.client.handle_timeout(pair.now + 0.001)
+    pair.client.handle_timeout(pair.now + 0.004)
     assert pair.client.data_to_send() == b""
-    pair.client.handle_timeout(pair.now + 0.0021)
+    pair.client.handle_timeout(pair.now + 0.0051)
     late = pair.client.data_to_send()
     assert said(late) == [(ahead, Commit)]
     assert pair.client.receive(answer, pair.now) == [Acknowledged(ahead)]

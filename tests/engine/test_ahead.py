@@ -102,7 +102,8 @@ def test_small_sends_in_a_row_take_one_message_each_way(lane: str) -> None:
                 assert lane != "mapped" or now["COMMIT"] < 40 - usual, "no bell was heard"
                 assert lane == "mapped" or now["PREPARE"] == 0
                 assert (now["ENDED"], now["TENSOR_DATA_END"]) == (usual, 0)
-                assert now["TENSOR_PUT_ACK"] == 40
+                again = now["COMMIT"] if lane == "mapped" else 0  # acknowledged twice, where that crosses it
+                assert 40 <= now["TENSOR_PUT_ACK"] <= 40 + again
                 assert told + 1 <= now["RESERVE"] <= told + 2
                 assert now["ABORT"] == now["QUIET"] == now["ERROR"] == 0
                 sent_stats = engine.stats().send
