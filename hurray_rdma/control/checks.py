@@ -5,7 +5,6 @@ This module knows no message. What breaks a rule is a typed error that names the
 
 from __future__ import annotations
 
-import math
 from typing import TypeAlias
 
 import numpy as np
@@ -43,7 +42,7 @@ def between(name: str, value: int, low: int, high: int) -> None:
 
 
 def seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and 0 < value <= _MAX_DAYS_S):
+    if not 0 < value <= _MAX_DAYS_S:  # nor is any of these true of what is no number
         raise ConfigError(f"must be a number of seconds above 0 and at most {_MAX_DAYS_S:.0f}", field=name, value=value)
 
 

@@ -160,13 +160,10 @@ class SnapshotFields:
 
 def _check_request(request: Request, paths: tuple[str, ...] = _PATHS) -> None:
     seconds("deadline_s", request.deadline_s)
-    at_most("lane", request.lane, _MAX_LANE_CHARS)
-    _check_path(request.path, paths)
-
-
-def _check_path(path: str, allowed: tuple[str, ...]) -> None:
-    if path not in allowed:
-        raise ConfigError(f"must be one of {', '.join(allowed)}", field="path", value=path[:40])
+    if len(request.lane) > _MAX_LANE_CHARS:
+        at_most("lane", request.lane, _MAX_LANE_CHARS)
+    if request.path not in paths:
+        raise ConfigError(f"must be one of {', '.join(paths)}", field="path", value=request.path[:40])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -319,18 +316,18 @@ class Grant:
     """0 where there is no such word."""
 
     def __post_init__(self) -> None:
-        between("bell_offset_nbytes", self.bell_offset_nbytes, 0, U64_MAX)
-        between("bell_token", self.bell_token, 0, U64_MAX)
-        between("generation", self.generation, 0, U64_MAX)
+        if (self.generation | self.bell_offset_nbytes | self.bell_token) >> 64:
+            for name in ("generation", "bell_offset_nbytes", "bell_token"):
+                between(name, getattr(self, name), 0, U64_MAX)
         seconds("lease_s", self.lease_s)
-        page_ids = uint32("page_ids", self.page_ids)
-        object.__setattr__(self, "page_ids", page_ids)
-        between("len(page_ids)", len(page_ids), 0, MAX_GRANTED_PAGES)
-        if len(self.resident) not in (0, len(page_ids)):
-            raise GeometryError(
-                f"must be 0 or the {len(page_ids)} of page_ids", field="len(resident)", value=len(self.resident)
-            )
-        if len(page_ids) > _FEW or len(set(page_ids.tolist())) < len(page_ids):
+        if (page_ids := uint32("page_ids", self.page_ids)) is not self.page_ids:
+            object.__setattr__(self, "page_ids", page_ids)
+        num_pages, num_told = len(page_ids), len(self.resident)
+        if num_pages > MAX_GRANTED_PAGES:
+            between("len(page_ids)", num_pages, 0, MAX_GRANTED_PAGES)
+        if num_told and num_told != num_pages:
+            raise GeometryError(f"must be 0 or the {num_pages} of page_ids", field="len(resident)", value=num_told)
+        if num_pages > _FEW or len(set(page_ids.tolist())) < num_pages:
             in_order = page_ids.copy()
             in_order.sort()
             repeated = in_order[1:] == in_order[:-1]

@@ -315,9 +315,9 @@ class ServerSession(DataSession):
                 field="transfer_id",
                 value=transfer_id,
             )
-        elif self._book.num_open >= self.config.max_open_transfers:
-            error = PeerBusyError(f"{self._book.num_open} transfers are open, as many as this session may have")
-        elif self._book.num_open:
+        elif (num_open := self._book.num_open) >= self.config.max_open_transfers:
+            error = PeerBusyError(f"{num_open} transfers are open, as many as this session may have")
+        elif num_open:
             error = self._above_memory(transfer.nbytes, "nbytes of the offer")
         if error is not None:
             self._reply(self._error_message(error), transfer_id)

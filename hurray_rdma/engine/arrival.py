@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import Lease, PagePool, Snapshot, known_snapshot
 from hurray_rdma.engine.apart import apart
 from hurray_rdma.engine.marks import Mark, device_of, give_back, mark_soon
+from hurray_rdma.engine.moment import Moment
 from hurray_rdma.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -109,12 +110,12 @@ class Arrival:
         self._missing = dict.fromkeys(spec.layer_indices, spec.num_heads * len(spec.roles))
         self._settled: set[int] = set()
         """Layers that are in place, or never will be."""
-        self._events: dict[int, asyncio.Event] = {}
+        self._moments: dict[int, Moment] = {}
         """Of the layers that somebody has waited for."""
         self._gates: dict[int, dict[Gate, asyncio.TimerHandle]] = {}
         """What CUDA streams wait for, and until when."""
-        self._complete = asyncio.Event()
-        self._quiet = asyncio.Event()
+        self._complete = Moment()
+        self._quiet = Moment()
         self._error: HurrayError | None = None
         self._last_use: Mark | None = None
         """What must have run before the pages are anybody else's."""
@@ -148,10 +149,10 @@ class Arrival:
         if stream is not None and layer not in self._settled:
             await self._let_wait(stream, layer, self._timeout_s if timeout_s is None else timeout_s)
             return
-        event = self._events.setdefault(layer, asyncio.Event())
+        moment = self._moments.setdefault(layer, Moment())
         if layer in self._settled:
-            event.set()
-        await self._wait(event, f"layer {layer}", timeout_s)
+            moment.set()
+        await self._wait(moment, f"layer {layer}", timeout_s)
 
     async def snapshot(self, *, timeout_s: float | None = None) -> Snapshot:
         """The complete snapshot: its block table holds page IDs of this engine's pool, aliases as the sender had them.
@@ -178,16 +179,12 @@ class Arrival:
         if self._error is not None:
             raise self._error
 
-    async def _wait(self, event: asyncio.Event, what: str, timeout_s: float | None) -> None:
+    async def _wait(self, moment: Moment, what: str, timeout_s: float | None) -> None:
         budget_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            if not event.is_set():
-                async with asyncio.timeout(budget_s):
-                    await event.wait()
-        except TimeoutError:
+        if not await moment.wait(budget_s):
             raise DeadlineExceededError(
                 f"{what} of {self.key!r} did not arrive in time", field="timeout_s", value=budget_s
-            ) from None
+            )
         if self._error is not None:
             raise self._error
         if self.state is ArrivalState.RELEASED:
@@ -226,9 +223,9 @@ class Arrival:
     def _set(self, layers: Iterable[int]) -> None:
         """Whoever waits for these layers goes on: they are in place, or never will be."""
         self._settled.update(layers)
-        if self._events:
-            for layer in self._settled & self._events.keys():
-                self._events[layer].set()
+        if self._moments:
+            for layer in self._settled & self._moments.keys():
+                self._moments[layer].set()
         if self._gates:
             for layer in self._settled & self._gates.keys():
                 for gate in list(self._gates[layer]):

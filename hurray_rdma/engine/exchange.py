@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -52,6 +52,12 @@ class RemotePool:
     """None where pages travel on the control channel."""
     device: str = "cpu"
     """Of the pages here that go there, or come from there."""
+    path: str = field(init=False)
+    """How they are moved: ``mapped``, ``put`` (or got), ``stream`` or ``frames``."""
+
+    def __post_init__(self) -> None:
+        path = self.memories[0].path_from(self.device).value if self.memories else FRAMES_PATH
+        object.__setattr__(self, "path", path)
 
     def seen_from(self, device: str) -> RemotePool:
         """The same pool, to or from pages on a device."""
@@ -70,11 +76,6 @@ class RemotePool:
             return self.memories[0].lane_from(self.device)
         lanes = [memory.lane_from(self.device) for memory in self.memories]
         return next((lane for lane in lanes if lane.endswith("(staged)")), lanes[0])
-
-    @property
-    def path(self) -> str:
-        """How they are moved: ``mapped``, ``put`` (or got), ``stream`` or ``frames``."""
-        return self.memories[0].path_from(self.device).value if self.memories else FRAMES_PATH
 
 
 class Route(Protocol):

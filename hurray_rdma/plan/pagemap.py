@@ -126,7 +126,7 @@ class PageMap:
         Raises:
             GeometryError: it has another length.
         """
-        return look_up(self.check_grant(dst_page_ids), self.entries.astype(np.int64))
+        return look_up(self.check_grant(dst_page_ids), self.entries)
 
     def check_grant(self, dst_page_ids: ArrayLike, /) -> Uint32:
         """``dst_page_ids`` as uint32 ``[num_pages]``.

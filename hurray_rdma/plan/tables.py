@@ -14,6 +14,6 @@ from hurray_rdma.cache.indices import dedupe, valid_pages
 __all__ = ["dedupe", "valid_pages"]
 
 
-def look_up(values: NDArray[np.uint32], index: NDArray[np.int64]) -> NDArray[np.uint32]:
+def look_up(values: NDArray[np.uint32], index: NDArray[np.int64] | NDArray[np.uint32]) -> NDArray[np.uint32]:
     """``values[index]`` for places that are known to exist: the fastest way that NumPy has."""
     return values.take(index, mode="clip")
