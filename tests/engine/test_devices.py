@@ -198,6 +198,9 @@ class MovedMemory:
     def lane_from(self, device: str) -> str:
         return self.lane
 
+    def path_from(self, device: str) -> Path:
+        return Path.PUT
+
 
 @pytest.mark.parametrize(
     ("lanes", "told"),
