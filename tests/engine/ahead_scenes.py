@@ -97,6 +97,17 @@ async def until_granted_ahead(peer: Peer, sent: Snapshot, traffic: Traffic, chil
     await eventually(used)
 
 
+async def until_answered(traffic: Traffic, child: Child) -> None:
+    """Until a sending child, all of whose snapshots go one way, has pages ahead for the next one."""
+
+    def answered() -> bool:
+        used = max(traffic["PREPARE"], traffic["COMMIT"])
+        return traffic["GRANT"] == traffic["RESERVE"] + traffic["OFFER"] and traffic["RESERVE"] > used
+
+    await eventually(answered)
+    await ask(child, "stats")  # its loop has heard what came before
+
+
 def sender(connection: Connection, address: str, settings: dict[str, Any]) -> None:
     """Does as it is told, one after the other: ("send", key, page IDs), "stats", "close", "end".
 

@@ -26,6 +26,7 @@ from tests.engine.ahead_scenes import (
     send,
     sender,
     sending,
+    until_answered,
     until_granted_ahead,
 )
 from tests.hazards.scenes import (
@@ -83,7 +84,7 @@ def test_a_sender_killed_as_it_commits(lane: str, action: Action, num_arrivals: 
                 await hear(child)
                 for n in range(4):
                     await send(child, str(n), [n, n + 1], taking)
-                await eventually(lambda: counts(pool)[1] >= 8)  # those for the next one are granted
+                await until_answered(traffic, child)
                 traffic.arm(unprepared())
                 rule = Rule(
                     action=action,
@@ -117,7 +118,7 @@ def test_a_sender_killed_while_it_copies_leaves_all_of_a_snapshot_or_nothing(num
                     await hear(child)
                     for n in range(3):
                         await send(child, f"{turn}.{n}", [n, n + 1], taking)
-                    await eventually(lambda: counts(pool)[1] >= 8)  # those for the next one are granted
+                    await until_answered(traffic, child)
                     rule = Rule(
                         action=Action.STALL,
                         kind=MessageType.PREPARE,
