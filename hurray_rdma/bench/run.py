@@ -13,7 +13,7 @@ from hurray_rdma.bench.rig import Rig
 from hurray_rdma.bench.sections import Step, cases_of
 from hurray_rdma.demo import Supervisor
 
-__all__ = ["num_steps", "run_bench"]
+__all__ = ["needed_nbytes", "num_steps", "run_bench"]
 
 
 def num_steps(config: BenchConfig) -> int:
@@ -56,7 +56,7 @@ def run_bench(config: BenchConfig, *, name: str, pythons: dict[str, str], on_ste
                 lane=lane,
                 cores=cores,
                 pythons=found,
-                pool_nbytes=max([_needed_nbytes(config), *(case.pool_nbytes for case in cases)]),
+                pool_nbytes=max([needed_nbytes(config), *(case.pool_nbytes for case in cases)]),
             )
             with rig:
                 for case in cases:
@@ -98,11 +98,12 @@ def _sections(rig: Rig, config: BenchConfig, step: Step) -> dict[str, object]:
     return told
 
 
-def _needed_nbytes(config: BenchConfig) -> int:
+def needed_nbytes(config: BenchConfig) -> int:
     """Memory that other engines need for the sections besides the sweep."""
     sizes = [1]
     if config.latency is not None:
-        sizes += [config.latency.page_nbytes * max(1024, 2 * count) for count in config.latency.num_pages]
+        cases = (sections.latency_case(config.latency, config.run, count) for count in config.latency.num_pages)
+        sizes += [case.pool_nbytes for case in cases]
     if config.contact is not None:
         sizes += [config.contact.page_nbytes * max(config.contact.pool_pages)]
     return max(sizes)

@@ -39,7 +39,19 @@ from hurray_rdma.bench.results import (
 )
 from hurray_rdma.bench.rig import Rig
 
-__all__ = ["Mover", "Step", "cases_of", "contact", "fresh", "idle", "latency", "overhead", "overlap", "sweep"]
+__all__ = [
+    "Mover",
+    "Step",
+    "cases_of",
+    "contact",
+    "fresh",
+    "idle",
+    "latency",
+    "latency_case",
+    "overhead",
+    "overlap",
+    "sweep",
+]
 
 Step = Callable[[str], None]
 """Called with what happens next."""
@@ -105,21 +117,26 @@ def sweep(rig: Mover, case: Case, run: RunConfig, step: Step) -> tuple[SweepRow,
     return sweep_rows(case, lane=rig.lane, carried_by=carried_by, measured=measured)
 
 
+def latency_case(config: LatencyConfig, run: RunConfig, num_pages: int) -> Case:
+    """That of small transfers of so many pages."""
+    return Case(
+        page_nbytes=config.page_nbytes,
+        num_pages=num_pages,
+        pattern=Pattern.RANDOM,
+        seed=run.seed,
+        pool_pages=max(_LATENCY_POOL_PAGES, 2 * num_pages) + config.ahead_pages,
+        ahead_pages=config.ahead_pages,
+        huge_pages=run.huge_pages,
+    )
+
+
 def latency(rig: Mover, config: LatencyConfig, run: RunConfig, step: Step) -> tuple[LatencyRow, ...]:
     """Small transfers of the same pages again and again."""
     rows: list[LatencyRow] = []
     for num_pages in config.num_pages:
         name = f"latency of {num_pages} pages"
         step(f"{name}: set up")
-        case = Case(
-            page_nbytes=config.page_nbytes,
-            num_pages=num_pages,
-            pattern=Pattern.RANDOM,
-            seed=run.seed,
-            pool_pages=max(_LATENCY_POOL_PAGES, 2 * num_pages) + config.ahead_pages,
-            ahead_pages=config.ahead_pages,
-            huge_pages=run.huge_pages,
-        )
+        case = latency_case(config, run, num_pages)
         parties = rig.open(case, only=_SMALL_PARTIES)
         for party in parties:
             rig.measure(party, _WARM_UP)

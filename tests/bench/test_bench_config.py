@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hurray_rdma.bench import load_config, num_steps
+from hurray_rdma.bench.run import needed_nbytes
 from hurray_rdma.errors import ConfigError
 
 RUN = "[run]\nrounds = 2\ndeadline_s = 9\nseed = 1\npeers = []\nhuge_pages = false\n"
@@ -55,3 +56,13 @@ def test_a_wrong_setting_is_named(tmp_path: Path, text: str, told: str) -> None:
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--config = '/absent\.toml': does not exist"):
         load_config("/absent.toml")
+
+
+def test_other_engines_have_memory_for_each_section(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(RUN + "[latency]\npage_nbytes = 64\nnum_pages = [1, 700]\nrepeats = 1\nahead_pages = 256\n")
+    assert needed_nbytes(load_config(str(path))) == 64 * (2 * 700 + 256)
+    path.write_text(RUN + "[latency]\npage_nbytes = 64\nnum_pages = [1]\nrepeats = 1\n")
+    assert needed_nbytes(load_config(str(path))) == 64 * 1024
+    path.write_text(RUN + "[contact]\npage_nbytes = 64\npool_pages = [100, 5000]\n")
+    assert needed_nbytes(load_config(str(path))) == 64 * 5000
