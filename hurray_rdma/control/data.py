@@ -125,7 +125,7 @@ class DataSession(Session):
             return None
         if transfer.state is TransferState.OFFERED:
             raise LocalProtocolError(f"transfer {transfer_id} is not answered yet")
-        num_carried = transfer.num_carried
+        num_carried = transfer.num_carried if descriptor_indices else 0
         for index in descriptor_indices:
             if not 0 <= index < num_carried:
                 raise LocalProtocolError(

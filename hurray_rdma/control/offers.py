@@ -264,11 +264,10 @@ def _count_descriptors(data: bytes) -> int:
         if magic == b"HRRY" and rest == 0 and count <= MAX_DESCRIPTORS and count * length == len(data):
             begin = data[: _DESCRIPTOR_BEGIN.size]
             if count <= _FEW:
-                alike = all(data.startswith(begin, at) for at in range(length, len(data), length))
+                begins = b"".join([data[at : at + _DESCRIPTOR_BEGIN.size] for at in range(0, len(data), length)])
             else:
-                begins = np.frombuffer(data, np.uint8).reshape(count, length)[:, : _DESCRIPTOR_BEGIN.size]
-                alike = begins.tobytes() == begin * count
-            if alike:
+                begins = np.frombuffer(data, np.uint8).reshape(count, length)[:, : _DESCRIPTOR_BEGIN.size].tobytes()
+            if begins == begin * count:
                 return int(count)
     at = count = 0
     while at < len(data):

@@ -105,7 +105,8 @@ class Session(ABC):
             return events
         # Whole messages are signs of life; part of one is as much as its bytes: else a peer that has lost its place in
         # the stream would seem to be in the midst of a long message for ever.
-        self._last_heard = min(now, self._last_heard + len(data) / _MIN_NBYTES_PER_S)
+        heard = self._last_heard + len(data) / _MIN_NBYTES_PER_S
+        self._last_heard = heard if heard < now else now
         outbox = self._outbox
         try:
             if outbox.overflowed:

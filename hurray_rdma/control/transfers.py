@@ -119,12 +119,13 @@ class Transfer:
         return Step.LAST_END if last else Step.END
 
     def mark_ended(self, descriptor_indices: tuple[int, ...]) -> None:
-        if len(descriptor_indices) == len(self.ended):
-            self.ended = bytearray(b"\1") * len(self.ended)
+        count = len(descriptor_indices)
+        if count == self.num_descriptors:
+            self.ended = bytearray(b"\1") * count
         else:
             for index in descriptor_indices:
                 self.ended[index] = 1
-        self.num_ended += len(descriptor_indices)
+        self.num_ended += count
 
 
 @lru_cache(maxsize=64)
@@ -173,6 +174,8 @@ class TransferBook:
         own = self._by_id.get(stream_id)
         if own is not None:
             return own, None
+        if stream_id >= self.next_id:
+            return None
         at = bisect_right(self._ids, stream_id)
         if not at:
             return None

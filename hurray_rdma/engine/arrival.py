@@ -269,6 +269,10 @@ class Arrival:
                 whole.append(layer)
         self._set(whole)
 
+    def all_layers_ended(self) -> None:
+        """Every head of every role of every layer is in place."""
+        self._set(self._missing)
+
     def completed(self) -> None:
         """Everything is in place."""
         self.state = ArrivalState.COMPLETE

@@ -398,6 +398,25 @@ class Connection:
 
     def _handle(self, event: Event) -> None:
         match event:
+            case (
+                Granted(transfer_id=transfer_id, grant=answer)
+                | PublishedHeard(transfer_id=transfer_id, published=answer)
+            ):
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].answered(answer)
+            case Acknowledged(transfer_id=transfer_id):
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].acknowledged()
+            case TensorData() | DescriptorsEnded() | AllEnded():
+                reader = self._exchanges.get(event.transfer_id)
+                if isinstance(reader, Fetching):
+                    reader.hear_data(event)
+            case Refused(transfer_id=transfer_id, error=error) | AbortRequested(transfer_id=transfer_id, error=error):
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].ended_by_peer(error)
+            case TransferFailed(transfer_id=transfer_id, error=error):
+                if transfer_id in self._exchanges:
+                    self._exchanges[transfer_id].ended_by_peer(self._told(error))
             case PoolAnnounced(pool=pool):
                 self._pools.hear(pool)
                 self.ahead.forget_pools()
@@ -406,25 +425,6 @@ class Connection:
                 self.ahead.forget_pools()
             case PoolsAnnounced():
                 self._ready.set()
-            case (
-                Granted(transfer_id=transfer_id, grant=answer)
-                | PublishedHeard(transfer_id=transfer_id, published=answer)
-            ):
-                if transfer_id in self._exchanges:
-                    self._exchanges[transfer_id].answered(answer)
-            case TensorData() | DescriptorsEnded() | AllEnded():
-                reader = self._exchanges.get(event.transfer_id)
-                if isinstance(reader, Fetching):
-                    reader.hear_data(event)
-            case Acknowledged(transfer_id=transfer_id):
-                if transfer_id in self._exchanges:
-                    self._exchanges[transfer_id].acknowledged()
-            case Refused(transfer_id=transfer_id, error=error) | AbortRequested(transfer_id=transfer_id, error=error):
-                if transfer_id in self._exchanges:
-                    self._exchanges[transfer_id].ended_by_peer(error)
-            case TransferFailed(transfer_id=transfer_id, error=error):
-                if transfer_id in self._exchanges:
-                    self._exchanges[transfer_id].ended_by_peer(self._told(error))
             case SessionClosed(error=error):
                 self._hear_the_end(error)
             case _:

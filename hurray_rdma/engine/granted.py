@@ -150,6 +150,9 @@ class Granted:
         """They are there to be read, too."""
         if part.whole.arrival.state is ArrivalState.ARRIVING:
             tensors, (first, last) = part.offer.source.tensors, part.offer.heads
+            if len(indices) == len(tensors) and part.offer.heads == self._pool.spec.heads:
+                part.whole.arrival.all_layers_ended()
+                return
             part.whole.arrival.layers_ended([tensors[index][1] for index in indices], num_heads=last - first)
 
     def lease_renewed(self, link: Link, transfer_id: int) -> None:

@@ -161,15 +161,15 @@ class SmallPush(Exchange[Grant | None]):
 
     def _copy(self, plan: Plan) -> Moves:
         """Through the mapping."""
-        source = self._snapshot.pool
-        with source.gate.moving(timeout_s=self._left_s):
+        source, left_s = self._snapshot.pool, self._left_s
+        with source.gate.moving(timeout_s=left_s):
             moved = self._remote.memories[0].write(
                 source.regions[0],
                 src_offsets=plan.src_offsets,
                 dst_offsets=plan.dst_offsets,
                 lengths=plan.lengths,
                 stop=self._stop,
-                timeout_s=self._left_s,
+                timeout_s=left_s,
             )
         return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
