@@ -120,11 +120,14 @@ class Reservations:
     def rings(self, held: Reservation, *, nbytes: int) -> bool:
         """Whether its sender tells, about as soon as it can have copied so much, that it has.
 
-        Nothing else is done meanwhile.
+        Nothing else is done meanwhile: so it is listened to once, whatever a sender says.
         """
-        if self._bells is None or held.bell is None or nbytes > INLINE_NBYTES:
+        bell, held.bell = held.bell, None
+        if self._bells is None or bell is None:
             return False
-        return self._bells.rings(held.bell, timeout_s=_COPY_S + nbytes / _COPY_NBYTES_PER_S)
+        rings = nbytes <= INLINE_NBYTES and self._bells.rings(bell, timeout_s=_COPY_S + nbytes / _COPY_NBYTES_PER_S)
+        self._bells.give_back(bell)
+        return rings
 
     def _hang_up(self, bell: Bell | None) -> None:
         if self._bells is not None and bell is not None:
