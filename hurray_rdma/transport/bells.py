@@ -6,6 +6,7 @@ and has made ready for it meanwhile. It is a hint that spares time: what holds i
 
 from __future__ import annotations
 
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ __all__ = ["Bell", "Bells"]
 
 _APART_NBYTES = 64
 """Two in one cache line would slow each other down."""
+_TOKENS = count(1)
+"""Of all regions of the process: one that is used anew still holds what rang there before."""
 
 
 class Bell(NamedTuple):
@@ -40,15 +43,12 @@ class Bells:
     def __init__(self, region: Region, *, offset_nbytes: int, nbytes: int) -> None:
         self._words = region.array()[: offset_nbytes + nbytes].view(np.uint64)
         self._free = list(range(offset_nbytes, offset_nbytes + nbytes, _APART_NBYTES))
-        self._next_token = 1
 
     def take(self) -> Bell | None:
         """A silent one; None if all are out."""
         if not self._free:
             return None
-        token = self._next_token
-        self._next_token += 1
-        return Bell(self._free.pop(), token)
+        return Bell(self._free.pop(), next(_TOKENS))
 
     def give_back(self, bell: Bell) -> None:
         """It is not listened to any more. Who still rings it may, at most, make its next owner's ring unheard."""

@@ -243,6 +243,33 @@ def test_what_is_prepared_and_not_rung_for_or_wrong_is_not_taken(what: str) -> N
     run(job())
 
 
+def test_what_rang_for_an_earlier_engine_completes_nothing_of_the_next_one_on_the_pool() -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 16) as pool, make_pool(SPEC, 16) as source:
+            offer = offer_of(snapshot_of(source, [1, 2, 3]))
+            for rings in (True, False):
+                async with Engine(pool, listen="127.0.0.1:0", timeout_s=10, ahead_pages=8) as engine:
+                    taking = Taking(engine)
+                    async with shaken(engine.address) as hand:
+                        transfer_id = reserve(hand, **MAPPED)
+                        grant = (await hand.expect(Granted)).grant
+                        if rings:
+                            ring(pool, grant, grant.bell_token)
+                        hand.do("prepare", transfer_id, commit_like(offer, Prepare))
+                        if rings:
+                            hand.do("commit", transfer_id, commit_like(offer), rung=True)
+                            await hand.expect(Acknowledged)
+                        else:
+                            hand.do("abort", transfer_id, ErrorCode.ABORTED, "enough")
+                            hand.do("quiet", transfer_id)
+                        await settled(pool, 16, 0, 0)
+                    taking.check()
+                await taking.end()
+                assert len(taking.taken) == rings
+
+    run(job())
+
+
 def test_grants_to_senders_that_map_nothing_have_no_bell() -> None:
     async def job() -> None:
         async with receiving() as (engine, _, taking), shaken(engine.address) as hand:

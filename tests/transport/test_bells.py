@@ -59,6 +59,16 @@ def test_it_rings_with_its_own_token_alone(region: Region) -> None:
     assert bells.rings(second, timeout_s=0)
 
 
+def test_what_rang_in_a_region_before_rings_no_bell_of_its_next_user(region: Region) -> None:
+    for _ in range(2):  # as two engines do, one after the other, of the same pool
+        bells = Bells(region, offset_nbytes=AT, nbytes=4096)
+        bell = bells.take()
+        assert bell is not None
+        assert not bells.rings(bell, timeout_s=0)
+        word(region, bell)[0] = bell.token
+        assert bells.rings(bell, timeout_s=0)
+
+
 def test_other_threads_run_while_it_is_listened_to(region: Region) -> None:
     bells = Bells(region, offset_nbytes=AT, nbytes=4096)
     bell = bells.take()
