@@ -24,7 +24,8 @@ def check_grant(pools: Mapping[int, Pool], request: Offer | Reserve, grant: Gran
 
     Raises:
         StaleGenerationError: it is of another generation than was asked for, or than the pool has.
-        GeometryError: a page is not in the pool; or not just the pages of a reservation were granted.
+        GeometryError: a page is not in the pool; not just the pages of a reservation were granted; or their bell is no
+            word of the pool's first region.
     """
     if request.generation != grant.generation:
         raise StaleGenerationError(
@@ -33,6 +34,8 @@ def check_grant(pools: Mapping[int, Pool], request: Offer | Reserve, grant: Gran
     if isinstance(request, Reserve):
         check_reserved(request, grant)
     _check_pages(pools, request.pool_id, grant.generation, "page_ids", grant.page_ids)
+    if grant.bell_token:
+        _check_bell(pools[request.pool_id], grant.bell_offset_nbytes)
 
 
 def check_reserved(reserve: Reserve, grant: Grant) -> None:
@@ -57,6 +60,13 @@ def check_published(pools: Mapping[int, Pool], published: Published) -> None:
         GeometryError: a page is not in the pool.
     """
     _check_pages(pools, published.pool_id, published.generation, "block_table", published.block_table)
+
+
+def _check_bell(pool: Pool, offset_nbytes: int) -> None:
+    nbytes = pool.regions[0].nbytes if pool.regions else 0
+    if offset_nbytes % 8 or offset_nbytes + 8 > nbytes:
+        rule = f"must be a multiple of 8 inside the {nbytes} bytes of the first region of pool {pool.pool_id}"
+        raise GeometryError(rule, field="bell_offset_nbytes", value=offset_nbytes)
 
 
 def _check_pages(pools: Mapping[int, Pool], pool_id: int, generation: int, name: str, page_ids: Uint32Array) -> None:

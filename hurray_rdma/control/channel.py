@@ -140,12 +140,12 @@ class Channel(asyncio.BufferedProtocol):
         self._delivering = True
         try:
             for event in events:
+                if self._later:
+                    failure = self._catch_up(failure)
                 if self._told_end:
                     break  # the handler of an earlier one has cut the connection
                 self._told_end = isinstance(event, SessionClosed)
                 try:
-                    if self._later:
-                        self._catch_up()
                     self._on_event(event)
                 except Exception as error:
                     # The others are owed to it still: what it holds of the session, it lets go by the last of them.
@@ -153,11 +153,8 @@ class Channel(asyncio.BufferedProtocol):
         finally:
             self._delivering = False
             self.notify()
-        try:
-            if self._later:
-                self._catch_up()
-        except Exception as error:
-            failure = failure or error
+        if self._later:
+            failure = self._catch_up(failure)
         if failure is not None:
             raise failure
 
@@ -171,9 +168,14 @@ class Channel(asyncio.BufferedProtocol):
         else:
             work()
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, failure: Exception | None) -> Exception | None:
+        """Does all of it, whatever some of it raises; the first failure, which may be the earlier one."""
         while self._later:
-            self._later.pop(0)()
+            try:
+                self._later.pop(0)()
+            except Exception as error:
+                failure = failure or error
+        return failure
 
     # Bytes out.
 

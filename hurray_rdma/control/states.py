@@ -13,7 +13,8 @@ A transfer, seen from either side::
 All kinds walk the same way. In a pull PUBLISHED is the GRANT and the reader's END is the LAST_END, and what is said
 here of writing holds for reading: the server's source pages are under lease from GRANT to ACKNOWLEDGE or QUIET. A
 reader without a lane says TAKE, and DATA and END come from the server. A reservation is granted before there is
-anything to send; its COMMIT, which tells what was written, is the LAST_END. PREPARE says the same before it is written.
+anything to send; its COMMIT, which tells what was written, is the LAST_END. PREPARE says the same before it is written,
+and a bell in shared memory that rings after it (`ServerSession.hear_bell`) is then as good as the COMMIT.
 
 Once both sides have seen GRANT, pages may be written at any time until QUIET or ACKNOWLEDGE. So an ERROR after a grant
 (REFUSE in GRANTED or ENDED) leads to STOPPING like an abort does, and a QUIET whose ABORT was lost counts for both.

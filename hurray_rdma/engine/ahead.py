@@ -142,7 +142,7 @@ class _AheadGrant(Exchange[Grant]):
             bell = None
             work: Callable[[], Moves]
             if pair.whole is not None and not isinstance(pages, PageMap):
-                if grant.bell_token and num_pages <= pair.max_rung and not source.gate.renewing:
+                if grant.bell_token and 0 < num_pages <= pair.max_rung and not source.gate.renewing:
                     bell = Bell(grant.bell_offset_nbytes, grant.bell_token)
                     self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
                 whole = pair.whole.plan(pages, page_ids)

@@ -21,6 +21,7 @@ from hurray_rdma.control import (
     Offered,
     PeerBusyError,
     Pool,
+    Prepared,
     Reserved,
     ServerSession,
     SessionClosed,
@@ -386,7 +387,7 @@ class Reception:
                         link.session.refuse(transfer_id, error, now=link.now)
                 case Fetched():
                     self.publishing.handle(link, event)
-                case Committed() | DescriptorsEnded() | TensorData():  # of pushes only
+                case Prepared() | Committed() | DescriptorsEnded() | TensorData():  # of pushes only
                     for receiver in self._all():
                         receiver.handle(link, event)
                 case SessionClosed(error=error, orderly=orderly):

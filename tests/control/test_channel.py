@@ -656,6 +656,39 @@ def test_what_a_handler_raises_ends_the_channel_and_is_raised(
     run(main())
 
 
+def test_what_is_for_afterwards_and_raises_keeps_no_event_back_and_ends_the_channel(
+    make_config: MakeConfig, make_offer: Callable[..., Offer]
+) -> None:
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
+            client, server = sender.channel, receiver.channel
+            assert isinstance(client.session, ClientSession)
+            hear, done = server._on_event, []
+
+            def fail() -> None:
+                done.append("fails")
+                raise RuntimeError(f"engine fault {len(done)}")
+
+            def heard(event: Event) -> None:
+                hear(event)
+                done.append(type(event).__name__)
+                if isinstance(event, Offered):
+                    server.afterwards(fail)
+                    server.afterwards(lambda: done.append("after that"))
+
+            server._on_event = heard  # type: ignore[method-assign]
+            for _ in range(2):
+                client.session.offer(make_offer(), now=client.now, timeout_s=5)
+            client.notify()
+            with pytest.raises(RuntimeError, match="engine fault 2"):
+                await server.wait_closed()
+            each = ["Offered", "fails", "after that"]
+            assert done == [*each, *each, "TransferFailed", "TransferFailed", "SessionClosed"]
+
+    with pytest.raises(RuntimeError, match="engine fault 2"):  # as `close` raises it, too
+        run(main())
+
+
 @pytest.mark.parametrize("how", ["the peer cuts it", "close", "abort"])
 def test_a_handler_that_raises_hears_of_the_end_all_the_same(
     how: str, make_config: MakeConfig, make_offer: Callable[..., Offer]

@@ -184,7 +184,7 @@ def test_what_is_prepared_may_end_before_it_is_committed(
     pair.settle()
     pair.take("server")
     (pair.client if who == "client" else pair.server).abort(ahead, ErrorCode.ABORTED, "no", now=pair.now)
-    assert not pair.client.prepare(ahead, prepare_like(make_offer()), now=pair.now) or who == "server"
+    assert pair.client.prepare(ahead, prepare_like(make_offer()), now=pair.now) is (who == "server")
     pair.settle()
     assert kinds(pair.take("server" if who == "client" else "client")) == [AbortRequested]
     assert not pair.server.hear_bell(ahead, now=pair.now)
@@ -285,9 +285,17 @@ def test_a_server_grants_just_what_was_reserved(
     [
         ({"generation": 4}, StaleGenerationError("generation 4 of the pool, but asked for at 3")),
         ({"page_ids": [4, 10, 9]}, GeometryError("page_ids[1] = 10: is not below num_pages 10 of pool 7")),
+        (
+            {"bell_offset_nbytes": 5116, "bell_token": 1},
+            GeometryError("bell_offset_nbytes = 5116: must be a multiple of 8 inside the 5120 bytes"),
+        ),
+        (
+            {"bell_offset_nbytes": 5120, "bell_token": 1},
+            GeometryError("bell_offset_nbytes = 5120: must be a multiple of 8 inside the 5120 bytes"),
+        ),
     ],
 )
-def test_pages_outside_the_announced_pool_are_never_seen_by_the_engine(
+def test_pages_and_bells_outside_the_announced_pool_are_never_seen_by_the_engine(
     changes: dict[str, object], expected: HurrayError, pair: ConnectionPair, reserved: int
 ) -> None:
     facts: dict[str, object] = {"generation": 3, "page_ids": [4, 0, 9], "lease_s": 1.0}
