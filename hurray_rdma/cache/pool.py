@@ -76,7 +76,8 @@ class PagePool:
         pinned: bool = False,
         context: Context | None = None,
     ) -> PagePool:
-        """A pool in one region of memory of its own, zero-filled: the fastest kind for a receiver.
+        """A pool in one region of memory of its own, zero-filled: the fastest kind for a receiver. On the host the region
+        has `BELLS_NBYTES` more than the pages.
 
         On the host UCX allocates it, where processes of this host can map it; on a GPU CuPy does (the extra ``gpu``),
         and `pages` are CuPy arrays: of unsigned integers where CuPy lacks the dtype.
