@@ -76,10 +76,10 @@ class PagePool:
         pinned: bool = False,
         context: Context | None = None,
     ) -> PagePool:
-        """A pool in one region of memory of its own, zero-filled: the fastest kind for a receiver. On the host the region
-        has `BELLS_NBYTES` more than the pages.
+        """A pool in one region of memory of its own, zero-filled: the fastest kind for a receiver.
 
-        On the host UCX allocates it, where processes of this host can map it; on a GPU CuPy does (the extra ``gpu``),
+        On the host UCX allocates it, where processes of this host can map it, and `BELLS_NBYTES` more for what their
+        copies tell there. On a GPU CuPy does (the extra ``gpu``),
         and `pages` are CuPy arrays: of unsigned integers where CuPy lacks the dtype.
 
         Args:
