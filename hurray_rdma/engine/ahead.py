@@ -26,7 +26,7 @@ from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
 from hurray_rdma.format import DescriptorForm
-from hurray_rdma.plan import PageMap, Plan, WholePages, check_pair, plan_transfer
+from hurray_rdma.plan import PageMap, WholePages, check_pair, plan_transfer
 from hurray_rdma.transport import Bell, Path
 
 __all__ = ["AheadGrants"]
@@ -191,20 +191,6 @@ class _AheadGrant(Exchange[Grant]):
         # A page stream may tell sooner than the session that the pages were recalled.
         recalled = isinstance(error, TransferAbortedError) and not self._committed and not self._aborted
         return isinstance(error, HurrayError) and (self._undone or recalled)
-
-    def _copy(self, source: PagePool, plan: Plan, bell: Bell | None) -> Moves:
-        """Every page at once, through the mapping."""
-        with source.gate.moving(timeout_s=self._left_s):
-            moved = self._remote.memories[0].write(
-                source.regions[0],
-                src_offsets=plan.src_offsets,
-                dst_offsets=plan.dst_offsets,
-                lengths=plan.lengths,
-                stop=self._stop,
-                timeout_s=self._left_s,
-                bell=bell,
-            )
-        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     def ended_by_peer(self, error: HurrayError) -> None:
         if self._error is None:

@@ -30,8 +30,8 @@ from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
 from hurray_rdma.format import DescriptorForm, Dialect
-from hurray_rdma.plan import TransferPlan
-from hurray_rdma.transport import Path, Region, RemoteMemory, StopFlag
+from hurray_rdma.plan import Plan, TransferPlan
+from hurray_rdma.transport import Bell, Path, Region, RemoteMemory, StopFlag
 
 __all__ = ["Exchange", "RemotePool", "Route", "commit_of", "known_offer", "offer_of", "retain"]
 
@@ -309,6 +309,21 @@ class Exchange(ABC, Generic[Answer]):
         finally:
             if moving.done():
                 self._jobs.pop(moving, None)  # whoever gave up meanwhile has done so
+
+    def _copy(self, source: PagePool, plan: Plan, bell: Bell | None = None) -> Moves:
+        """Every page at once, through the mapping; ``bell`` as of `RemoteMemory.write`."""
+        left_s = self._left_s
+        with source.gate.moving(timeout_s=left_s):
+            moved = self._remote.memories[0].write(
+                source.regions[0],
+                src_offsets=plan.src_offsets,
+                dst_offsets=plan.dst_offsets,
+                lengths=plan.lengths,
+                stop=self._stop,
+                timeout_s=left_s,
+                bell=bell,
+            )
+        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     async def _look_whether_alive(self) -> None:
         """UCX failed: because the peer is gone, maybe, which the session is about to tell. It is not if the peer still

@@ -14,7 +14,7 @@ from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import Grant, StaleGenerationError
 from hurray_rdma.engine.compat import page_map_of, pages_of
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, known_offer, retain
-from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
+from hurray_rdma.engine.mover import INLINE_NBYTES
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, PeerLostError, TransferAbortedError
@@ -114,7 +114,7 @@ class SmallPush(Exchange[Grant | None]):
             if plan is not None and plan.nbytes <= INLINE_NBYTES:
                 self._moved = True
                 try:
-                    self._moves = self._copy(plan)
+                    self._moves = self._copy(self._snapshot.pool, plan)
                 except HurrayError as error:
                     self.fail(error)
                 else:
@@ -145,7 +145,7 @@ class SmallPush(Exchange[Grant | None]):
         source, plan = self._snapshot.pool, self._plan_of(grant)
         self._moved = True
         if plan is not None:
-            await self._move(source, partial(self._copy, plan), plan.nbytes)
+            await self._move(source, partial(self._copy, source, plan), plan.nbytes)
         else:
             whole = plan_transfer(
                 source.layout,
@@ -158,20 +158,6 @@ class SmallPush(Exchange[Grant | None]):
             mover = self._mover_of(source, whole)
             await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), whole.nbytes)
         self._say_ended()
-
-    def _copy(self, plan: Plan) -> Moves:
-        """Through the mapping."""
-        source, left_s = self._snapshot.pool, self._left_s
-        with source.gate.moving(timeout_s=left_s):
-            moved = self._remote.memories[0].write(
-                source.regions[0],
-                src_offsets=plan.src_offsets,
-                dst_offsets=plan.dst_offsets,
-                lengths=plan.lengths,
-                stop=self._stop,
-                timeout_s=left_s,
-            )
-        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     def _say_ended(self) -> None:
         if self._error is None and self._transfer_id is not None:
