@@ -152,7 +152,7 @@ class _AheadGrant(Exchange[Grant]):
                 plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
                 nbytes, mover = plan.nbytes, self._mover_of(source, plan)
                 work = partial(mover.move, source.spec.layer_indices, lambda _: None)
-            await self._move(source, work, nbytes)
+            await self._move(source, work, nbytes, rings=bell is not None)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             commit = commit_of(snapshot, key, descriptors=descriptors, kind=Commit)

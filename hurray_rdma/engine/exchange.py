@@ -271,15 +271,18 @@ class Exchange(ABC, Generic[Answer]):
         )
         return self._mover
 
-    async def _move(self, pool: PagePool, work: Callable[[], Moves], nbytes: int) -> None:
+    async def _move(self, pool: PagePool, work: Callable[[], Moves], nbytes: int, *, rings: bool = False) -> None:
         """Works until the deadline: in a mover thread, or here where that is sooner done than handed over.
 
         Args:
             pool: of this process.
             work: moves pages out of it, or into it.
             nbytes: how many, about.
+            rings: it ends with a bell. It is done here, then, even if that waits for a renewal that has just begun:
+                else the peer's acknowledgement might come before the session knows what it is for.
         """
-        if nbytes <= INLINE_NBYTES and self._remote.path == Path.MAPPED.value and not pool.gate.renewing:
+        inline = nbytes <= INLINE_NBYTES and self._remote.path == Path.MAPPED.value and not pool.gate.renewing
+        if rings or inline:
             try:
                 self._moves.add(work())
             except HurrayError as error:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from hurray_rdma import HurrayError, Peer, PeerLostError
-from hurray_rdma.control import (
-    MessageType,
-)
+from hurray_rdma import HurrayError, PagePool, Peer, PeerLostError
+from hurray_rdma.control import MessageType, Prepare
+from hurray_rdma.engine.ahead import _AheadGrant
+from hurray_rdma.engine.mover import Moves
 from hurray_rdma.testing.chaos import Action, Direction, Rule
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context
@@ -315,6 +317,54 @@ def test_a_send_into_pages_that_were_recalled_before_it_is_told_goes_the_usual_w
                     assert [what for key, what in taking.taken if key == "recalled"] == [digest(sent)]
 
     run(job())
+
+
+def test_a_renewal_of_the_source_that_begins_once_a_send_is_prepared_lets_it_arrive_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare, copy, begun = _AheadGrant._prepare, _AheadGrant._copy, threading.Event()
+
+    def renew(source: PagePool) -> None:
+        with source.gate.renewal(timeout_s=10):
+            begun.set()
+            time.sleep(0.02)
+
+    def prepared(grant: _AheadGrant, told: Prepare) -> None:
+        prepare(grant, told)
+        threading.Thread(target=renew, args=(source,)).start()
+        assert begun.wait(10)
+
+    def copied(grant: _AheadGrant, *args: Any) -> Moves:
+        moves = copy(grant, *args)
+        if threading.current_thread() is not threading.main_thread():
+            heard.wait(10)  # a mover whose outcome comes after the acknowledgement
+        return moves
+
+    heard = threading.Event()
+
+    async def job() -> None:
+        async with receiving() as (engine, _, taking):
+            async with sending(engine.address, source) as (sender_engine, peer, traffic):
+                await until_granted_ahead(peer, sent, traffic)
+                await eventually(lambda: traffic["GRANT"] == traffic["RESERVE"] + traffic["OFFER"])
+                monkeypatch.setattr(_AheadGrant, "_prepare", prepared)
+                monkeypatch.setattr(_AheadGrant, "_copy", copied)
+                told = Rule(action=Action.DELAY, kind=MessageType.PREPARE, direction=S, seconds=0.1)
+                acknowledged = Rule(
+                    action=Action.DELAY, kind=MessageType.TENSOR_PUT_ACK, direction=C, on_fired=heard.set
+                )
+                traffic.arm(told)
+                traffic.arm(acknowledged)
+                await peer.send(sent, key="renewed")
+                assert begun.is_set()
+                await eventually(lambda: ("renewed", digest(sent)) in taking.taken)
+                assert sender_engine.stats().send.failures == {}
+            assert [key for key, _ in taking.taken].count("renewed") == 1
+
+    with make_pool(SPEC, 8) as source:
+        fill(source, 5)
+        sent = snapshot_of(source, [1, 2])
+        run(job())
 
 
 def test_a_send_that_is_cancelled_after_its_commit_harms_no_other() -> None:
