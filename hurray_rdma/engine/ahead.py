@@ -152,12 +152,13 @@ class _AheadGrant(Exchange[Grant]):
                 plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
                 nbytes, mover = plan.nbytes, self._mover_of(source, plan)
                 work = partial(mover.move, source.spec.layer_indices, lambda _: None)
+            self._committed = bell is not None  # from when it may ring
             await self._move(source, work, nbytes, rings=bell is not None)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             commit = commit_of(snapshot, key, descriptors=descriptors, kind=Commit)
             rung, now = bell is not None, self._loop.time()
-            self._committed = self._route.session.commit(self._transfer_id, commit, now=now, rung=rung) or rung
+            self._committed |= self._route.session.commit(self._transfer_id, commit, now=now, rung=rung)
             self._route.notify()
             on_committed()  # after it: what the receiver has to do for that keeps no application from the snapshot
             await self._wait(self._acknowledged, "the acknowledgement")

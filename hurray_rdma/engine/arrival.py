@@ -90,7 +90,8 @@ class Arrival:
         """Where each sequence starts in ``block_table``, uint32 ``[num_seqs + 1]``."""
         self.seq_lens = page_map.seq_lens
         """Tokens of each sequence, uint32 ``[num_seqs]``."""
-        self._num_pages = len(page_ids)
+        self.num_pages = len(page_ids)
+        """Its pages, each once: those that came and those that were here already."""
         self._pool = pool
         self._written = written
         self._resident = resident
@@ -317,4 +318,4 @@ class Arrival:
         give_back([self._written] if self._resident is None else [self._written, self._resident], self._last_use)
 
     def __repr__(self) -> str:
-        return f"<Arrival {self.key!r} {self.state.name.lower()} {self._num_pages} pages>"
+        return f"<Arrival {self.key!r} {self.state.name.lower()} {self.num_pages} pages>"

@@ -200,18 +200,17 @@ class Granted:
         if offer.link.log.isEnabledFor(logging.DEBUG):
             self._log(offer).debug("complete: %d pages by %s", len(whole.written), offer.offer.lane)
 
-    def committed(self, link: Link, transfer_id: int, arrival: Arrival, *, num_pages: int, seconds: float) -> None:
+    def committed(self, link: Link, transfer_id: int, arrival: Arrival, *, seconds: float) -> None:
         """Counts an arrival whose pages were granted ahead.
 
         Args:
             link, transfer_id: its sender, and what it said it in.
             arrival: it.
-            num_pages: that were written.
             seconds: from when it was heard until it was complete.
         """
         self._tally.received(
-            nbytes=num_pages * pages_nbytes(self._pool.spec),
-            num_pages=num_pages,
+            nbytes=arrival.num_pages * pages_nbytes(self._pool.spec),
+            num_pages=arrival.num_pages,
             num_resident=0,
             lane=arrival.lane.removesuffix(" (expected)"),
             path=arrival.path,
@@ -220,7 +219,7 @@ class Granted:
         )
         if link.log.isEnabledFor(logging.DEBUG):
             log = link.log.bind(transfer=transfer_id, key=arrival.key, pool=self._name)
-            log.debug("complete: %d pages by %s, granted ahead", num_pages, arrival.lane)
+            log.debug("complete: %d pages by %s, granted ahead", arrival.num_pages, arrival.lane)
 
     def _unpacker(self, part: Part) -> Unpacker:
         if part.unpacker is None:

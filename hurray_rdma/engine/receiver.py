@@ -385,47 +385,45 @@ class Receiver:
 
     def _prepared(self, link: Link, transfer_id: int, commit: Commit) -> None:
         """A snapshot is being copied into pages that were granted ahead: it is complete if its bell rings."""
-        held = self._ahead.held(link, transfer_id)
-        if held is None or held.bell is None or self.pool.needs_flush or self._queue.is_expected(commit.key):
-            return
-        came = self._loop.time()
-        try:
-            arrival, num_pages = self._committed_arrival(link, held, commit)
-        except HurrayError:
-            return  # the COMMIT says it again, and is answered
-        if self._ahead.rings(held, nbytes=num_pages * pages_nbytes(self.pool.spec)):
-            self._take_committed(link, transfer_id, arrival, num_pages, came=came)
+        held, came = self._ahead.held(link, transfer_id), self._loop.time()
+        if held is None or held.bell is None or self.pool.needs_flush:
+            return  # the COMMIT says it again
+        arrival = self._checked_commit(link, transfer_id, held, commit)
+        if arrival is not None and self._ahead.rings(held, nbytes=arrival.num_pages * pages_nbytes(self.pool.spec)):
+            self._take_committed(link, transfer_id, arrival, came=came)
 
     def _committed(self, link: Link, transfer_id: int, commit: Commit) -> None:
         """A whole snapshot is in pages that were granted ahead."""
-        held = self._ahead.held(link, transfer_id)
+        held, came = self._ahead.held(link, transfer_id), self._loop.time()
         if held is None:
             return  # it was recalled, and the sender is told
-        if self._queue.is_expected(commit.key):  # elsewhere: its sender is to offer it
-            error = TransferAbortedError("the application has chosen other pages for it")
-            self._ahead.fail(link, transfer_id, error)
-            return
-        came = self._loop.time()
-        try:
-            arrival, num_pages = self._committed_arrival(link, held, commit)
-        except HurrayError as error:
-            self._not_committed(link, transfer_id, error)
+        arrival = self._checked_commit(link, transfer_id, held, commit)
+        if arrival is None:
             return
         self.granted.visibility.then(
-            partial(self._take_visible, link, transfer_id, arrival, num_pages, came=came),
+            partial(self._take_visible, link, transfer_id, arrival, came=came),
             partial(self._not_committed, link, transfer_id),
         )
 
-    def _committed_arrival(self, link: Link, held: Reservation, commit: Commit) -> tuple[Arrival, int]:
-        """What the application is to get, and how many of the pages granted ahead it has."""
-        self._arrivals.require_room()
-        self._require_open(held.reserve)
-        commits = self._commits.get(link) or self._commits_of(link)
-        page_map = commits.check(commit, held.reserve)
-        page_ids = held.lease.page_ids[: page_map.num_pages]
-        if len(page_ids) < page_map.num_pages:
-            raise GeometryError(f"{len(page_ids)} were granted ahead", field="num_pages", value=page_map.num_pages)
-        arrival = self._granting.arrival(
+    def _checked_commit(self, link: Link, transfer_id: int, held: Reservation, commit: Commit) -> Arrival | None:
+        """What the application is to get, in the first of the pages granted ahead; None where its sender is told why
+        not."""
+        if self._queue.is_expected(commit.key):  # elsewhere: its sender is to offer it
+            error = TransferAbortedError("the application has chosen other pages for it")
+            self._ahead.fail(link, transfer_id, error)
+            return None
+        try:
+            self._arrivals.require_room()
+            self._require_open(held.reserve)
+            commits = self._commits.get(link) or self._commits_of(link)
+            page_map = commits.check(commit, held.reserve)
+            page_ids = held.lease.page_ids[: page_map.num_pages]
+            if len(page_ids) < page_map.num_pages:
+                raise GeometryError(f"{len(page_ids)} were granted ahead", field="num_pages", value=page_map.num_pages)
+        except HurrayError as error:
+            self._not_committed(link, transfer_id, error)
+            return None
+        return self._granting.arrival(
             link,
             commit.key,
             page_map,
@@ -435,7 +433,6 @@ class Receiver:
             lane=held.reserve.lane,
             path=held.reserve.path,
         )
-        return arrival, page_map.num_pages
 
     def _commits_of(self, link: Link) -> Commits:
         peer = link.peer
@@ -449,25 +446,21 @@ class Receiver:
         self._tally.failed("receive", error)
         self._ahead.fail(link, transfer_id, error)
 
-    def _take_visible(self, link: Link, transfer_id: int, arrival: Arrival, num_pages: int, *, came: float) -> None:
+    def _take_visible(self, link: Link, transfer_id: int, arrival: Arrival, *, came: float) -> None:
         if self._ahead.held(link, transfer_id) is not None:  # its session has not ended meanwhile
-            self._take_committed(link, transfer_id, arrival, num_pages, came=came)
+            self._take_committed(link, transfer_id, arrival, came=came)
 
-    def _take_committed(self, link: Link, transfer_id: int, arrival: Arrival, num_pages: int, *, came: float) -> None:
+    def _take_committed(self, link: Link, transfer_id: int, arrival: Arrival, *, came: float) -> None:
         lease = self._ahead.use(link, transfer_id)
         arrival.completed()
         self._arrivals.put_nowait(arrival)
-        # Whoever waits for the arrival comes first.
-        self._loop.call_soon(
-            self._close_committed, link, transfer_id, arrival, lease, num_pages, self._loop.time() - came
-        )
+        # Whoever waits for the arrival comes first: what its sender waits for is less urgent.
+        self._loop.call_soon(self._close_committed, link, transfer_id, arrival, lease, self._loop.time() - came)
 
-    def _close_committed(  # noqa: PLR0917 - as asyncio calls it
-        self, link: Link, transfer_id: int, arrival: Arrival, lease: Lease, num_pages: int, seconds: float
-    ) -> None:
-        lease.trim(num_pages)
+    def _close_committed(self, link: Link, transfer_id: int, arrival: Arrival, lease: Lease, seconds: float) -> None:
+        lease.trim(arrival.num_pages)
         now = self._loop.time()
-        self.granted.committed(link, transfer_id, arrival, num_pages=num_pages, seconds=seconds)
+        self.granted.committed(link, transfer_id, arrival, seconds=seconds)
         link.session.hear_bell(transfer_id, now=now)
         link.session.acknowledge(transfer_id, now=now)
         link.notify()

@@ -6,6 +6,7 @@ and has made ready for it meanwhile. It is a hint that spares time: what holds i
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import count
 from typing import NamedTuple
 
@@ -42,13 +43,14 @@ class Bells:
 
     def __init__(self, region: Region, *, offset_nbytes: int, nbytes: int) -> None:
         self._words = region.array()[: offset_nbytes + nbytes].view(np.uint64)
-        self._free = list(range(offset_nbytes, offset_nbytes + nbytes, _APART_NBYTES))
+        # First in, first out: whoever had one last may ring it yet, and keep its next owner from being heard.
+        self._free = deque(range(offset_nbytes, offset_nbytes + nbytes, _APART_NBYTES))
 
     def take(self) -> Bell | None:
         """A silent one; None if all are out."""
         if not self._free:
             return None
-        return Bell(self._free.pop(), next(_TOKENS))
+        return Bell(self._free.popleft(), next(_TOKENS))
 
     def give_back(self, bell: Bell) -> None:
         """It is not listened to any more. Who still rings it may, at most, make its next owner's ring unheard."""

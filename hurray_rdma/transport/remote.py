@@ -158,7 +158,9 @@ class RemoteMemory:
         """
         _check_inside("src", src_offsets, lengths, src.nbytes)
         _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
-        if bell is not None and (bell.offset_nbytes % 8 or bell.offset_nbytes + 8 > self.remote.nbytes):
+        if bell is not None and (
+            (self._pointer + bell.offset_nbytes) % 8 or bell.offset_nbytes + 8 > self.remote.nbytes
+        ):
             rule = f"must be a multiple of 8 inside a region of {self.remote.nbytes} bytes"
             raise GeometryError(rule, field="bell.offset_nbytes", value=bell.offset_nbytes)
         path = path or self.path_from(src.device)

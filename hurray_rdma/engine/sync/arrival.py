@@ -34,6 +34,8 @@ class Arrival:
         """As of `hurray_rdma.Arrival.block_table`."""
         self.resident = arrival.resident
         """As of `hurray_rdma.Arrival.resident`."""
+        self.num_pages = arrival.num_pages
+        """As of `hurray_rdma.Arrival.num_pages`."""
         self.granted_s = arrival.granted_s
         """As of `hurray_rdma.Arrival.granted_s`."""
 

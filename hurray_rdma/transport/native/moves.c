@@ -16,7 +16,7 @@
 #define SPINS_BEFORE_SLEEP 2000
 /* Another thread that progresses the same worker may take the event that this one sleeps for, so no sleep is long. */
 #define SLEEP_MS 1
-/* Of a bell, before others on this core have their turn: a microsecond or two. */
+/* Of a bell, before others on this core have their turn: on x86 a microsecond or two. */
 #define LOOKS_PER_YIELD 32
 /* How often the loops look at the clock and at `stop`. */
 #define OPERATIONS_PER_CHECK 64
