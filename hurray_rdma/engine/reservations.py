@@ -37,6 +37,8 @@ class Reservation:
     heard: float
     timer: asyncio.TimerHandle
     bell: Bell | None
+    filling: bool = False
+    """Whether its sender has said what is being copied into it: it is held ready no more."""
     recalled: bool = False
 
     @property
@@ -125,6 +127,8 @@ class Reservations:
         bell, held.bell = held.bell, None
         if self._bells is None or bell is None:
             return False
+        held.filling = True
+        self._num_pages -= len(held.lease)
         rings = nbytes <= INLINE_NBYTES and self._bells.rings(bell, timeout_s=_COPY_S + nbytes / _COPY_NBYTES_PER_S)
         self._bells.give_back(bell)
         return rings
@@ -228,7 +232,8 @@ class Reservations:
         self._hang_up(held.bell)
         link, transfer_id = key
         link.permits.end(transfer_id)
-        self._num_pages -= len(held.lease)
+        if not held.filling:
+            self._num_pages -= len(held.lease)
         if not self._held:
             self._idle.set()
         return held

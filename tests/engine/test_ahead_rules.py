@@ -280,6 +280,32 @@ def test_grants_to_senders_that_map_nothing_have_no_bell() -> None:
     run(job())
 
 
+def test_what_is_being_filled_is_no_part_of_the_share_that_may_be_held_ready() -> None:
+    """A sender asks for its next pages before its COMMIT, where its bell was not heard."""
+
+    async def job() -> None:
+        async with receiving(64) as (engine, pool, taking), shaken(engine.address) as hand:
+            with make_pool(SPEC, 64) as source:
+                commit = offer_of(snapshot_of(source, [1, 2]))
+                transfer_id = reserve(hand, **MAPPED)
+                await hand.expect(Granted)
+                reserve(hand, **MAPPED)
+                await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
+                hand.do("prepare", transfer_id, commit_like(commit, Prepare))
+                reserve(hand, **MAPPED)
+                await hand.expect(Granted)
+                assert counts(pool) == (48, 16, 0)
+                hand.do("commit", transfer_id, commit_like(commit))
+                await hand.expect(Acknowledged)
+                await settled(pool, 56, 8, 0)
+                reserve(hand, 1, **MAPPED)
+                await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
+            await settled(pool, 56, 8, 0)
+            taking.check()
+
+    run(job())
+
+
 def test_when_all_bells_are_out_pages_are_granted_without() -> None:
     async def job() -> None:
         async with receiving(8 * 80) as (engine, _, taking), shaken(engine.address) as hand:
