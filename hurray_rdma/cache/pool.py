@@ -79,8 +79,8 @@ class PagePool:
         """A pool in one region of memory of its own, zero-filled: the fastest kind for a receiver.
 
         On the host UCX allocates it, where processes of this host can map it, and `BELLS_NBYTES` more for what their
-        copies tell there. On a GPU CuPy does (the extra ``gpu``),
-        and `pages` are CuPy arrays: of unsigned integers where CuPy lacks the dtype.
+        copies tell there. On a GPU CuPy does (the extra ``gpu``), and `pages` are CuPy arrays: of unsigned integers
+        where CuPy lacks the dtype.
 
         Args:
             spec: geometry of the pages.

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
 from hurray_rdma.control import Commit, Grant, Prepare, Reserve
 from hurray_rdma.engine.compat import page_map_of, pages_nbytes, pages_of
-from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, commit_of, retain
+from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, retain
 from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
+from hurray_rdma.engine.sayings import commit_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
@@ -29,7 +30,7 @@ from hurray_rdma.format import DescriptorForm
 from hurray_rdma.plan import PageMap, WholePages, check_pair, plan_transfer
 from hurray_rdma.transport import Bell, Path
 
-__all__ = ["AheadGrants"]
+__all__ = ["AheadGrants", "PoolPair"]
 
 Uint32: TypeAlias = NDArray[np.uint32]
 
@@ -48,7 +49,7 @@ _SILENT_HEARTBEATS = 4
 
 
 @dataclass(slots=True, eq=False)
-class _PoolPair:
+class PoolPair:
     """A pool here and the peer's that takes its snapshots: what is the same for each of them is found once.
 
     It does not hold the one here: whoever lets go of it wants its memory back.
@@ -120,7 +121,7 @@ class _AheadGrant(Exchange[Grant]):
         pages: Uint32 | PageMap,
         key: str,
         *,
-        pair: _PoolPair,
+        pair: PoolPair,
         zero_tails: bool,
         started: float,
         timeout_s: float,
@@ -152,22 +153,18 @@ class _AheadGrant(Exchange[Grant]):
                 plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
                 nbytes, mover = plan.nbytes, self._mover_of(source, plan)
                 work = partial(mover.move, source.spec.layer_indices, lambda _: None)
-            self._committed = bell is not None  # from when it may ring
-            await self._move(source, work, nbytes, rings=bell is not None)
+            self._committed = rings = bell is not None  # from when it may ring
+            await self._move(source, work, nbytes, rings=rings)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             commit = commit_of(snapshot, key, descriptors=descriptors, kind=Commit)
-            rung, now = bell is not None, self._loop.time()
-            self._committed |= self._route.session.commit(self._transfer_id, commit, now=now, rung=rung)
+            now = self._loop.time()
+            self._committed |= self._route.session.commit(self._transfer_id, commit, now=now, rung=rings)
             self._route.notify()
             on_committed()  # after it: what the receiver has to do for that keeps no application from the snapshot
             await self._wait(self._acknowledged, "the acknowledgement")
         except BaseException as error:
-            try:
-                await self._give_up("the transfer was not completed")
-            except asyncio.CancelledError as cancelled:
-                self._failed(cancelled)
-                raise
+            await self._give_up_incomplete()
             if self._is_undone(error) and time.monotonic() < self._deadline:
                 self._log.bind(key=key).debug("goes the usual way: %s", error)
                 return None
@@ -223,7 +220,7 @@ class AheadGrants:
         self._tally = tally
         self._grants: dict[tuple[int, str], list[_AheadGrant]] = {}
         """By the peer's pool, and the device of the pages that go there."""
-        self._pairs: WeakKeyDictionary[PagePool, dict[str | None, _PoolPair]] = WeakKeyDictionary()
+        self._pairs: WeakKeyDictionary[PagePool, dict[str | None, PoolPair]] = WeakKeyDictionary()
         """By the pool here, and the name of the peer's that is asked for."""
         self._bars: dict[int, _Bar] = {}
 
@@ -239,7 +236,7 @@ class AheadGrants:
         Raises:
             HurrayError: as `Peer.send`.
         """
-        pair = self._pair(snapshot.pool, pool)
+        pair = self.pair_of(snapshot.pool, pool)
         if pair is None or len(snapshot.block_table) > pair.max_entries or self._looks_dead():
             return None
         remote = pair.remote
@@ -283,13 +280,9 @@ class AheadGrants:
         """The peer's pools are not what they were."""
         self._pairs.clear()
 
-    def pair_of(self, snapshot: Snapshot, name: str | None) -> _PoolPair | None:
-        """What is the same for all snapshots of its pool into the peer's of that name; None where these do not fit, or
-        pages cannot be written directly."""
-        return self._pair(snapshot.pool, name)
-
-    def _pair(self, source: PagePool, name: str | None) -> _PoolPair | None:
-        """None if snapshots of the pool cannot be sent this way: the usual way says why, if no way can."""
+    def pair_of(self, source: PagePool, name: str | None) -> PoolPair | None:
+        """What is the same for all snapshots of a pool into the peer's of that name; None where these do not fit, or
+        pages cannot be written directly: the usual way says why, if no way can."""
         pairs = self._pairs.get(source)
         if pairs is not None and name in pairs and not source.closed:
             return pairs[name]
@@ -303,7 +296,7 @@ class AheadGrants:
         except HurrayError:
             return None
         mapped = remote.path == Path.MAPPED.value
-        pair = self._pairs.setdefault(source, {})[name] = _PoolPair(
+        pair = self._pairs.setdefault(source, {})[name] = PoolPair(
             remote,
             descriptor_form(source, dialect=self._route.dialect()),
             WholePages.between(layout, remote.layout) if mapped else None,

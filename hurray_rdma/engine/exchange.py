@@ -15,12 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot, descriptor_form
+from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot
 from hurray_rdma.cache.indices import starts_of
-from hurray_rdma.control import ClientSession, Commit, ErrorCode, Offer, Pool, StaleGenerationError
+from hurray_rdma.control import ClientSession, ErrorCode, Pool, StaleGenerationError
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
@@ -29,17 +26,16 @@ from hurray_rdma.engine.mover import INLINE_NBYTES, Mover, Moves
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
-from hurray_rdma.format import DescriptorForm, Dialect
+from hurray_rdma.format import Dialect
 from hurray_rdma.plan import Plan, TransferPlan
 from hurray_rdma.transport import Bell, Path, Region, RemoteMemory, StopFlag
 
-__all__ = ["Exchange", "RemotePool", "Route", "commit_of", "known_offer", "offer_of", "retain"]
+__all__ = ["Exchange", "RemotePool", "Route", "retain"]
 
 _log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 _T = TypeVar("_T")
-_C = TypeVar("_C", bound=Commit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -378,6 +374,14 @@ class Exchange(ABC, Generic[Answer]):
         if cancelled is not None:
             raise cancelled
 
+    async def _give_up_incomplete(self) -> None:
+        """The same of a send as a whole; where it is cancelled meanwhile, that is what it has come to."""
+        try:
+            await self._give_up("the transfer was not completed")
+        except asyncio.CancelledError as cancelled:
+            self._failed(cancelled)
+            raise
+
     def _say_the_end(self, reason: str) -> None:
         """With no mover busy: ABORT if the peer does not know yet, and QUIET unless bytes may still land there."""
         if self._transfer_id is not None:
@@ -440,75 +444,6 @@ class Exchange(ABC, Generic[Answer]):
         if self._transfer_id is not None:
             self._route.forget(self._transfer_id)
             self._transfer_id = None
-
-
-def offer_of(
-    snapshot: Snapshot,
-    remote: RemotePool,
-    key: str,
-    *,
-    dialect: Dialect,
-    deadline_s: float,
-    page_keys: NDArray[np.uint8] | None = None,
-) -> Offer:
-    """What is said of a snapshot that goes into a peer's pool; arguments as of `Offer` and `Peer.send`."""
-    spec = snapshot.pool.spec
-    form = descriptor_form(snapshot.pool, dialect=dialect)
-    if page_keys is None:
-        return known_offer(snapshot, remote, key, form=form, deadline_s=deadline_s)
-    return Offer(
-        key=key,
-        pool_id=remote.pool.pool_id,
-        generation=remote.pool.generation,
-        descriptors=form.encode(snapshot.counts()),
-        block_table=snapshot.block_table,
-        seq_ptr=snapshot.seq_ptr,
-        seq_lens=snapshot.seq_lens,
-        order=str(spec.order),
-        head_offset=spec.head_offset,
-        total_heads=spec.heads_of_model,
-        page_keys=page_keys,
-        deadline_s=deadline_s,
-        lane=remote.lane,
-        path=remote.path,
-    )
-
-
-def known_offer(snapshot: Snapshot, remote: RemotePool, key: str, *, form: DescriptorForm, deadline_s: float) -> Offer:
-    """As `offer_of`, where ``form`` is found already; what was checked of a snapshot is not looked at again."""
-    spec, pool = snapshot.pool.spec, remote.pool
-    return Offer(
-        key=key,
-        pool_id=pool.pool_id,
-        generation=pool.generation,
-        descriptors=form.encode(snapshot.counts()),
-        block_table=snapshot.block_table,
-        seq_ptr=snapshot.seq_ptr,
-        seq_lens=snapshot.seq_lens,
-        order=spec.order.value,
-        head_offset=spec.head_offset,
-        total_heads=spec.heads_of_model,
-        num_descriptors=len(form.marks),
-        deadline_s=deadline_s,
-        lane=remote.lane,
-        path=remote.path,
-    )
-
-
-def commit_of(snapshot: Snapshot, key: str, *, descriptors: bytes, kind: type[_C]) -> _C:
-    """What is said of a snapshot that is in pages granted ahead, or about to be; ``descriptors`` as of its
-    `encode_descriptors`."""
-    spec = snapshot.pool.spec
-    return kind(
-        key=key,
-        descriptors=descriptors,
-        block_table=snapshot.block_table,
-        seq_ptr=snapshot.seq_ptr,
-        seq_lens=snapshot.seq_lens,
-        order=spec.order.value,
-        head_offset=spec.head_offset,
-        total_heads=spec.heads_of_model,
-    )
 
 
 def retain(snapshot: Snapshot) -> Lease:

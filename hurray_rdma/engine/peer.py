@@ -251,7 +251,7 @@ class Peer:
         self, route: Connection, snapshot: Snapshot, key: str, *, pool: str | None, started: float, timeout_s: float
     ) -> SmallPush | None:
         """None where that is not possible. Arguments as of `send`, of which ``started`` is when ``timeout_s`` began."""
-        pair = route.ahead.pair_of(snapshot, pool)
+        pair = route.ahead.pair_of(snapshot.pool, pool)
         if pair is None or pair.whole is None or len(snapshot.block_table) > pair.max_entries:
             return None
         return SmallPush(

@@ -5,7 +5,6 @@ For pages that lie alike in both pools and go through a mapping; all others are 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import Grant, StaleGenerationError
 from hurray_rdma.engine.compat import page_map_of, pages_of
-from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, known_offer, retain
+from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, retain
 from hurray_rdma.engine.mover import INLINE_NBYTES
+from hurray_rdma.engine.sayings import offer_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, PeerLostError, TransferAbortedError
@@ -73,7 +73,7 @@ class SmallPush(Exchange[Grant | None]):
         snapshot, transfer_id = self._snapshot, None
         lease = retain(snapshot)
         try:
-            offer = known_offer(snapshot, self._remote, self._key, form=self._form, deadline_s=self._left_s)
+            offer = offer_of(snapshot, self._remote, self._key, form=self._form, deadline_s=self._left_s)
             transfer_id = self._route.session.offer(offer, now=self._loop.time(), timeout_s=self._left_s)
             self._transfer_id = transfer_id
             self._route.register(transfer_id, self)
@@ -85,11 +85,7 @@ class SmallPush(Exchange[Grant | None]):
                 await self._wait(self._acknowledged, "the acknowledgement")
         except BaseException as error:
             self._log = self._route.log.bind(transfer=transfer_id)
-            try:
-                await self._give_up("the transfer was not completed")
-            except asyncio.CancelledError as cancelled:
-                self._failed(cancelled)
-                raise
+            await self._give_up_incomplete()
             if not self._moved and isinstance(error, StaleGenerationError | PeerLostError):
                 self.may_be_lost = isinstance(error, StaleGenerationError)
                 return None

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import Lease, Snapshot
+from hurray_rdma.cache import Lease, Snapshot, descriptor_form
 from hurray_rdma.control import Grant
 from hurray_rdma.engine.compat import page_map_of
-from hurray_rdma.engine.exchange import Exchange, Route, offer_of, retain
+from hurray_rdma.engine.exchange import Exchange, Route, retain
 from hurray_rdma.engine.frames import Packer, frame_nbytes
 from hurray_rdma.engine.marks import Mark, marked
 from hurray_rdma.engine.mover import Mover, Moves
+from hurray_rdma.engine.sayings import offer_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, TransferAbortedError
@@ -142,7 +143,7 @@ class Transfer(Exchange[Grant]):
             snapshot,
             remote,
             self._key,
-            dialect=self._route.dialect(),
+            form=descriptor_form(snapshot.pool, dialect=self._route.dialect()),
             deadline_s=self._left_s,
             page_keys=self._page_keys,
         )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
 from hurray_rdma.control import Commit, Offer, Reserve
-from hurray_rdma.engine import exchange
+from hurray_rdma.engine import sayings
 from hurray_rdma.engine.commits import Commits
 from hurray_rdma.engine.compat import check_snapshot
 from hurray_rdma.errors import DescriptorError, GeometryError, HurrayError
@@ -30,7 +30,7 @@ def commit_of(
 ) -> Commit:
     with PagePool.allocate(spec, NUM_PAGES) as pool:
         snapshot = Snapshot.from_block_tables(pool, tables, seq_lens=seq_lens)
-        return exchange.commit_of(snapshot, "k", descriptors=snapshot.encode_descriptors(dialect=dialect), kind=Commit)
+        return sayings.commit_of(snapshot, "k", descriptors=snapshot.encode_descriptors(dialect=dialect), kind=Commit)
 
 
 @pytest.fixture(scope="module")
