@@ -104,7 +104,7 @@ def _within(party: Party, source: Region, memory: NDArray[np.uint8], lists: Page
         if party is Party.MEMCPY:
             native.memcpy(*places)
         else:
-            native.copy(*places, stop, _FAR_FUTURE_NS, 0, 0)
+            native.copy(*places, stop, _FAR_FUTURE_NS)
 
     return copy
 

@@ -16,7 +16,8 @@ class MemoryGate:
     """Thread-safe; a renewal that waits lets no further move begin."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # which is Python code to enter: moves take the lock itself
         self._num_moves = 0
         self._renewing = False
 
@@ -34,7 +35,7 @@ class MemoryGate:
         return _Moving(self, timeout_s)
 
     def _begin_move(self, timeout_s: float) -> None:
-        with self._changed:
+        with self._lock:
             if self._renewing and not self._changed.wait_for(lambda: not self._renewing, timeout_s):
                 raise DeadlineExceededError(
                     "the pool is being registered anew", field="timeout_s", value=round(timeout_s, 3)
@@ -42,7 +43,7 @@ class MemoryGate:
             self._num_moves += 1
 
     def _end_move(self) -> None:
-        with self._changed:
+        with self._lock:
             self._num_moves -= 1
             if self._renewing:
                 self._changed.notify_all()
@@ -55,7 +56,7 @@ class MemoryGate:
             DeadlineExceededError: they, or another renewal, did not end in time.
         """
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: not self._renewing, timeout_s):
                 raise DeadlineExceededError("it is being renewed already", field="timeout_s", value=timeout_s)
             self._renewing = True
@@ -72,7 +73,7 @@ class MemoryGate:
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._end_renewal()
 
     def _end_renewal(self) -> None:

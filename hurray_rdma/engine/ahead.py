@@ -121,6 +121,7 @@ class _AheadGrant(Exchange[Grant]):
         pages: Uint32 | PageMap,
         key: str,
         *,
+        num_pages: int,
         pair: PoolPair,
         zero_tails: bool,
         started: float,
@@ -137,7 +138,6 @@ class _AheadGrant(Exchange[Grant]):
         source, lease = snapshot.pool, retain(snapshot)
         try:
             grant = self._answer.result()
-            num_pages = _num_pages(pages)
             page_ids = grant.page_ids[:num_pages]
             descriptors = pair.form.encode(snapshot.counts())
             bell = None
@@ -146,8 +146,8 @@ class _AheadGrant(Exchange[Grant]):
                 if grant.bell_token and 0 < num_pages <= pair.max_rung and not source.gate.renewing:
                     bell = Bell(grant.bell_offset_nbytes, grant.bell_token)
                     self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
-                whole = pair.whole.plan(pages, page_ids)
-                nbytes, work = whole.nbytes, partial(self._copy, source, whole, bell)
+                nbytes = num_pages * pair.whole.page_nbytes
+                work = partial(self._copy, source, pair.whole, pages, page_ids, bell)
             else:
                 assert isinstance(pages, PageMap)
                 plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
@@ -218,6 +218,7 @@ class AheadGrants:
     def __init__(self, route: Route, *, tally: Tally) -> None:
         self._route = route
         self._tally = tally
+        self._loop = asyncio.get_running_loop()
         self._grants: dict[tuple[int, str], list[_AheadGrant]] = {}
         """By the peer's pool, and the device of the pages that go there."""
         self._pairs: WeakKeyDictionary[PagePool, dict[str | None, PoolPair]] = WeakKeyDictionary()
@@ -248,7 +249,7 @@ class AheadGrants:
             pages = pages_of(snapshot) if whole else page_map_of(snapshot, remote.layout.spec)
         except GeometryError:
             return None  # the usual way says why
-        num_pages = _num_pages(pages)
+        num_pages = pages.num_pages if isinstance(pages, PageMap) else len(pages)
         grant = _taken(grants, remote, num_pages)
         if grant is None:
             self._ask(remote, num_pages)
@@ -257,6 +258,7 @@ class AheadGrants:
             snapshot,
             pages,
             key,
+            num_pages=num_pages,
             pair=pair,
             zero_tails=zero_tails,
             started=started,
@@ -273,8 +275,7 @@ class AheadGrants:
         The usual way finds out before anything is written, and connects anew.
         """
         session = self._route.session
-        silent_s = session.silent_s(asyncio.get_running_loop().time())
-        return silent_s > _SILENT_HEARTBEATS * session.config.heartbeat_s
+        return session.silent_s(self._loop.time()) > _SILENT_HEARTBEATS * session.config.heartbeat_s
 
     def forget_pools(self) -> None:
         """The peer's pools are not what they were."""
@@ -322,9 +323,9 @@ class AheadGrants:
     def _held(self, remote: RemotePool) -> list[_AheadGrant]:
         """Those of a pool that are there, or asked for."""
         grants = self._grants.setdefault((remote.pool.pool_id, remote.device), [])
-        for grant in grants:
+        for grant in [grant for grant in grants if grant.over]:
             self._note_end(grant)
-        grants[:] = [grant for grant in grants if not grant.over]
+            grants.remove(grant)
         return grants
 
     def _note_end(self, grant: _AheadGrant) -> None:
@@ -332,15 +333,13 @@ class AheadGrants:
             self._bars[grant.remote.pool.pool_id] = grant.bar
 
 
-def _num_pages(pages: Uint32 | PageMap) -> int:
-    return pages.num_pages if isinstance(pages, PageMap) else len(pages)
-
-
 def _taken(grants: list[_AheadGrant], remote: RemotePool, num_pages: int) -> _AheadGrant | None:
     """Takes the smallest that is large enough."""
-    ready = [grant for grant in grants if grant.ready and grant.remote.same(remote) and grant.num_pages >= num_pages]
-    if not ready:
-        return None
-    taken = min(ready, key=lambda grant: grant.num_pages)
-    grants.remove(taken)
+    taken = None
+    for grant in grants:
+        smaller = num_pages <= grant.num_pages and (taken is None or grant.num_pages < taken.num_pages)
+        if smaller and grant.ready and grant.remote.same(remote):
+            taken = grant
+    if taken is not None:
+        grants.remove(taken)
     return taken

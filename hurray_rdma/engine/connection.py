@@ -229,6 +229,11 @@ class Connection:
         assert self._channel is not None
         return self._channel.peer_address.host
 
+    @property
+    def opens_pools(self) -> bool:
+        """Whether `open_pools` has anything to do."""
+        return self._pools.on_devices
+
     async def open_pools(self, deadline: float) -> None:
         """Opens what the peer has told of since, as far as the loop must not (`RemotePools.open_on_devices`).
 

@@ -13,7 +13,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot
 from hurray_rdma.cache.indices import starts_of
@@ -27,12 +30,16 @@ from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
 from hurray_rdma.format import Dialect
-from hurray_rdma.plan import Plan, TransferPlan
+from hurray_rdma.plan import TransferPlan, WholePages
 from hurray_rdma.transport import Bell, Path, Region, RemoteMemory, StopFlag
 
 __all__ = ["Exchange", "RemotePool", "Route", "retain"]
 
 _log = logging.getLogger(__name__)
+
+Uint32: TypeAlias = NDArray[np.uint32]
+
+_MAPPED = Path.MAPPED.value
 
 Answer = TypeVar("Answer")
 _T = TypeVar("_T")
@@ -277,8 +284,7 @@ class Exchange(ABC, Generic[Answer]):
             rings: it ends with a bell. It is done here, then, even if that waits for a renewal that has just begun:
                 else the peer's acknowledgement might come before the session knows what it is for.
         """
-        inline = nbytes <= INLINE_NBYTES and self._remote.path == Path.MAPPED.value and not pool.gate.renewing
-        if rings or inline:
+        if rings or (nbytes <= INLINE_NBYTES and self._remote.path == _MAPPED and not pool.gate.renewing):
             try:
                 self._moves.add(work())
             except HurrayError as error:
@@ -309,15 +315,25 @@ class Exchange(ABC, Generic[Answer]):
             if moving.done():
                 self._jobs.pop(moving, None)  # whoever gave up meanwhile has done so
 
-    def _copy(self, source: PagePool, plan: Plan, bell: Bell | None = None) -> Moves:
-        """Every page at once, through the mapping; ``bell`` as of `RemoteMemory.write`."""
+    def _copy(
+        self, source: PagePool, whole: WholePages, pages: Uint32, page_ids: Uint32, bell: Bell | None = None
+    ) -> Moves:
+        """Every page at once, through the mapping.
+
+        Args:
+            source: of this process.
+            whole: of it and the peer's pool.
+            pages: in ``source``, uint32 ``[num_pages]``.
+            page_ids: where each goes, uint32 ``[num_pages]``.
+            bell: as of `RemoteMemory.write_rows`.
+        """
         left_s = self._left_s
         with source.gate.moving(timeout_s=left_s):
-            moved = self._remote.memories[0].write(
+            moved = self._remote.memories[0].write_rows(
                 source.regions[0],
-                src_offsets=plan.src_offsets,
-                dst_offsets=plan.dst_offsets,
-                lengths=plan.lengths,
+                places=whole.places,
+                src_rows=pages,
+                dst_rows=page_ids,
                 stop=self._stop,
                 timeout_s=left_s,
                 bell=bell,

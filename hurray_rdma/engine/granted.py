@@ -66,6 +66,7 @@ class Granted:
         self._loop = asyncio.get_running_loop()
         self._parts: dict[tuple[Link, int], Part] = {}
         self._leases = Deadlines()
+        self._page_nbytes = pages_nbytes(pool.spec)
         self._loud: dict[tuple[Link, int], Loud] = {}
         self.unfilled: dict[str, Whole] = {}
         """By key: arrivals that senders of further heads may join."""
@@ -186,7 +187,7 @@ class Granted:
         now, offer = self._loop.time(), whole.offer
         num_pages = len(whole.written)
         self._tally.received(
-            nbytes=num_pages * pages_nbytes(self._pool.spec),
+            nbytes=num_pages * self._page_nbytes,
             num_pages=num_pages,
             num_resident=whole.num_resident,
             lane=offer.offer.lane.removesuffix(" (expected)"),  # as the sender's later offers say it
@@ -209,7 +210,7 @@ class Granted:
             seconds: from when it was heard until it was complete.
         """
         self._tally.received(
-            nbytes=arrival.num_pages * pages_nbytes(self._pool.spec),
+            nbytes=arrival.num_pages * self._page_nbytes,
             num_pages=arrival.num_pages,
             num_resident=0,
             lane=arrival.lane.removesuffix(" (expected)"),

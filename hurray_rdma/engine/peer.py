@@ -219,8 +219,9 @@ class Peer:
             self._surroundings.tally.failed("send", error)
             raise
         if ready and page_keys is None and connection is not None and not connection.lost:
-            await connection.open_pools(started + budget_s)
-            if not connection.lost:  # meanwhile
+            if connection.opens_pools:
+                await connection.open_pools(started + budget_s)
+            if not connection.lost:
                 stats = await connection.ahead.send(
                     snapshot, name, pool=pool, zero_tails=zero_tails, started=started, timeout_s=budget_s
                 )

@@ -99,6 +99,7 @@ class Receiver:
         on_resume: Callable[[PagePool], None],
     ) -> None:
         self.pool = pool
+        self._page_nbytes = pages_nbytes(pool.spec)
         self.pool_id = pool_id
         self.name = name
         self.tenant = tenant
@@ -389,7 +390,7 @@ class Receiver:
         if held is None or held.bell is None or self.pool.needs_flush:
             return  # the COMMIT says it again
         arrival = self._checked_commit(link, transfer_id, held, commit)
-        if arrival is not None and self._ahead.rings(held, nbytes=arrival.num_pages * pages_nbytes(self.pool.spec)):
+        if arrival is not None and self._ahead.rings(held, nbytes=arrival.num_pages * self._page_nbytes):
             self._take_committed(link, transfer_id, arrival, came=came)
 
     def _committed(self, link: Link, transfer_id: int, commit: Commit) -> None:

@@ -8,11 +8,14 @@ holds here: pages of a sender that fell silent stay out of use until no late wri
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from hurray_rdma.cache import BELLS_NBYTES, Lease, PagePool
 from hurray_rdma.control import ErrorCode, Grant, Reserve, error_code
+from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.mover import INLINE_NBYTES
 from hurray_rdma.engine.reach import NEVER_LATE, Reach, reach_of
@@ -35,7 +38,6 @@ class Reservation:
     """What it asked for."""
     lease: Lease
     heard: float
-    timer: asyncio.TimerHandle
     bell: Bell | None
     filling: bool = False
     """Whether its sender has said what is being copied into it: it is held ready no more."""
@@ -65,6 +67,7 @@ class Reservations:
         self._loop = asyncio.get_running_loop()
         self._held: dict[tuple[Link, int], Reservation] = {}
         self._loud: dict[tuple[Link, int], Reservation] = {}
+        self._leases = Deadlines()
         self._num_pages = 0
         self._idle = asyncio.Event()
         at = pool.bells_offset_nbytes
@@ -108,8 +111,9 @@ class Reservations:
                 self._hang_up(bell)
         if not granted:
             return
-        timer = self._loop.call_later(self._lease_s, self._due, link, transfer_id)
-        self._held[link, transfer_id] = Reservation(reserve, lease, now, timer, bell)
+        key = link, transfer_id
+        self._held[key] = Reservation(reserve, lease, now, bell)
+        self._watch(key, self._lease_s)
         self._num_pages += len(lease)
         if reach is Reach.STREAM:
             link.permits.begin(transfer_id, self._pool, lease.page_ids, writes=True)
@@ -200,8 +204,10 @@ class Reservations:
             link.session.abort(transfer_id, code, reason, now=held.heard)
             link.notify()
 
-    def _due(self, link: Link, transfer_id: int) -> None:
-        key = link, transfer_id
+    def _watch(self, key: tuple[Link, int], after_s: float) -> None:
+        self._leases.begin(key, time.monotonic() + after_s, partial(self._due, key))
+
+    def _due(self, key: tuple[Link, int]) -> None:
         held = self._held[key]
         left_s = held.heard + self._lease_s - self._loop.time()
         if left_s <= 0 and held.recalled:
@@ -210,7 +216,7 @@ class Reservations:
         if left_s <= 0:
             self._recall(key, ErrorCode.LEASE_EXPIRED, "pages that were granted ahead were not used")
             left_s = self._lease_s
-        held.timer = self._loop.call_later(left_s, self._due, link, transfer_id)
+        self._watch(key, left_s)
 
     def _quarantine(self, key: tuple[Link, int], reason: str) -> None:
         held = self._forget(key)
@@ -228,7 +234,7 @@ class Reservations:
 
     def _forget(self, key: tuple[Link, int]) -> Reservation:
         held = self._held.pop(key)
-        held.timer.cancel()
+        self._leases.end(key)
         self._hang_up(held.bell)
         link, transfer_id = key
         link.permits.end(transfer_id)

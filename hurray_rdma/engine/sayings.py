@@ -50,7 +50,7 @@ def offer_of(
         block_table=snapshot.block_table,
         seq_ptr=snapshot.seq_ptr,
         seq_lens=snapshot.seq_lens,
-        order=spec.order.value,
+        order=str(spec.order),
         head_offset=spec.head_offset,
         total_heads=spec.heads_of_model,
         page_keys=NO_PAGE_KEYS if page_keys is None else page_keys,
@@ -71,7 +71,7 @@ def commit_of(snapshot: Snapshot, key: str, *, descriptors: bytes, kind: type[_C
         block_table=snapshot.block_table,
         seq_ptr=snapshot.seq_ptr,
         seq_lens=snapshot.seq_lens,
-        order=spec.order.value,
+        order=str(spec.order),
         head_offset=spec.head_offset,
         total_heads=spec.heads_of_model,
     )

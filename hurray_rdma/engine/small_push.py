@@ -19,7 +19,7 @@ from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import HurrayError, PeerLostError, TransferAbortedError
 from hurray_rdma.format import DescriptorForm
-from hurray_rdma.plan import Plan, WholePages, plan_transfer
+from hurray_rdma.plan import WholePages, plan_transfer
 
 __all__ = ["SmallPush"]
 
@@ -105,18 +105,24 @@ class SmallPush(Exchange[Grant | None]):
 
     def answered(self, answer: Grant | None) -> None:
         """Copies at once, where that takes no longer than to wake up whoever waits; else that does."""
-        if answer is not None and self._error is None and not self._snapshot.pool.gate.renewing:
-            plan = self._plan_of(answer)
-            if plan is not None and plan.nbytes <= INLINE_NBYTES:
-                self._moved = True
-                try:
-                    self._moves = self._copy(self._snapshot.pool, plan)
-                except HurrayError as error:
-                    self.fail(error)
-                else:
-                    self._say_ended()
-                return
-        super().answered(answer)
+        if answer is None or not self._may_copy_now(answer):
+            super().answered(answer)
+            return
+        self._moved = True
+        try:
+            self._moves = self._copy(self._snapshot.pool, self._whole, self._pages, answer.page_ids)
+        except HurrayError as error:
+            self.fail(error)
+        else:
+            self._say_ended()
+
+    def _may_copy_now(self, grant: Grant) -> bool:
+        return (
+            self._error is None
+            and not self._snapshot.pool.gate.renewing
+            and self._takes_all(grant)
+            and self._num_pages * self._whole.page_nbytes <= INLINE_NBYTES
+        )
 
     def acknowledged(self) -> None:
         super().acknowledged()
@@ -128,31 +134,29 @@ class SmallPush(Exchange[Grant | None]):
 
     # Steps.
 
-    def _plan_of(self, grant: Grant) -> Plan | None:
-        """Every page to the one of its place in the grant; None unless all of them travel."""
-        num_pages = len(self._pages)
-        if len(grant.page_ids) != num_pages or (len(grant.resident) and grant.resident.any()):
-            return None
-        self._num_pages = num_pages
-        return self._whole.plan(self._pages, grant.page_ids)
+    def _takes_all(self, grant: Grant) -> bool:
+        """Whether every page travels, to the one of its place in the grant."""
+        self._num_pages = len(self._pages)
+        return len(grant.page_ids) == self._num_pages and not (len(grant.resident) and grant.resident.any())
 
     async def _write(self, grant: Grant) -> None:
         """In its turn: the pool here is being registered anew, or some pages are there already, or all are many."""
-        source, plan = self._snapshot.pool, self._plan_of(grant)
+        source = self._snapshot.pool
         self._moved = True
-        if plan is not None:
-            await self._move(source, partial(self._copy, source, plan), plan.nbytes)
+        if self._takes_all(grant):
+            work = partial(self._copy, source, self._whole, self._pages, grant.page_ids)
+            await self._move(source, work, self._num_pages * self._whole.page_nbytes)
         else:
-            whole = plan_transfer(
+            plan = plan_transfer(
                 source.layout,
                 self._remote.layout,
                 page_map_of(self._snapshot, self._remote.layout.spec),
                 grant.page_ids,
                 resident=grant.resident if len(grant.resident) else None,
             )
-            self._num_pages, self._num_resident = whole.num_pages, whole.num_resident
-            mover = self._mover_of(source, whole)
-            await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), whole.nbytes)
+            self._num_pages, self._num_resident = plan.num_pages, plan.num_resident
+            mover = self._mover_of(source, plan)
+            await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), plan.nbytes)
         self._say_ended()
 
     def _say_ended(self) -> None:

@@ -60,18 +60,32 @@ def with_counts(data: bytes, counts: Counts, /) -> bytes:
     return data[:_TOTAL_TOKENS] + counted + data[_AFTER_COUNTS:]
 
 
-class DescriptorForm(NamedTuple):
+class DescriptorForm:
     """The descriptors of any snapshot of one cache: they differ in what they count, and among each other in role and
-    layer alone."""
+    layer alone.
 
-    first: bytes
-    """One of them, whatever its role, layer and counts."""
-    marks: tuple[bytes, ...]
-    """Of each tensor, in order, as of `mark_tensors`."""
+    Args:
+        first: one of them, whatever its role, layer and counts.
+        marks: of each tensor, in order, as of `mark_tensors`.
+    """
+
+    __slots__ = ("_after", "_after_seqs", "_after_tokens", "_before", "_between", "marks")
+
+    def __init__(self, first: bytes, marks: tuple[bytes, ...]) -> None:
+        self.marks = marks
+        self._before = first[:_TOTAL_TOKENS]
+        self._after_tokens = first[_TOTAL_TOKENS + 8 : _NUM_SEQS]
+        self._after_seqs = first[_NUM_SEQS + 4 : _BLOCK_TABLE]
+        self._between = first[_BLOCK_TABLE + 8 : _SEQ_PTR]
+        self._after = first[_AFTER_COUNTS:]
 
     def encode(self, counts: Counts, /) -> bytes:
         """The descriptors of the snapshot that has these counts, one after the other."""
-        return mark_bytes(with_counts(self.first, counts), self.marks)
+        total_tokens, num_seqs, block_table, seq_ptr = counts
+        counted = _COUNTS.pack(
+            total_tokens, self._after_tokens, num_seqs, self._after_seqs, block_table, self._between, seq_ptr
+        )
+        return mark_bytes(self._before + counted + self._after, self.marks)
 
 
 def mark_bytes(first: bytes, marks: Sequence[bytes], /) -> bytes:

@@ -1,27 +1,29 @@
-"""Plans between pools whose pages are the same bytes on both sides: a multiplication for each page, and no more.
+"""Pools whose pages are the same bytes on both sides: what goes where is a multiplication for each page, and no plan.
 
-What a small transfer waits for is not its bytes, but that its plan is made; `hurray_rdma.plan.transfer` makes all
-others. Knows layouts and page IDs; knows no memory.
+What a small transfer waits for is not its bytes, but that its plan is made; `hurray_rdma.plan.transfer` makes those of
+all others. Knows layouts; knows no page IDs and no memory.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import PoolLayout
-from hurray_rdma.plan._offsets import whole_pages
-from hurray_rdma.plan.operations import Plan
 
 __all__ = ["WholePages"]
 
 
-class WholePages:
+class WholePages(NamedTuple):
     """The place of each part of a page in two pools. Made by `between`."""
 
-    def __init__(self, places: NDArray[np.uint64]) -> None:
-        self._places = places
-        self._page_nbytes = int(places[:, 4].sum())
+    places: NDArray[np.uint64]
+    """Where the part of page 0 is in the source, from one page to the next, the same two of the destination, and its
+    length; all in bytes, from the starts of the regions, uint64 ``[num_parts, 5]``."""
+    page_nbytes: int
+    """Bytes of all parts of one page."""
 
     @classmethod
     def between(cls, source: PoolLayout, dest: PoolLayout) -> WholePages | None:
@@ -47,15 +49,4 @@ class WholePages:
             places.append(
                 (src.offset_nbytes, src.page_stride_nbytes, dst.offset_nbytes, dst.page_stride_nbytes, nbytes)
             )
-        return cls(np.array(places, np.uint64))
-
-    def plan(self, src_page_ids: NDArray[np.uint32], dst_page_ids: NDArray[np.uint32]) -> Plan:
-        """Each page of the one list to the page at the same place of the other; offsets count from the regions' starts.
-
-        Args:
-            src_page_ids: below the source's pages, uint32 ``[num_pages]``.
-            dst_page_ids: below the destination's, none twice, uint32 ``[num_pages]``.
-        """
-        offsets = whole_pages(self._places, src_page_ids, dst_page_ids)
-        num_pages = len(src_page_ids)
-        return Plan(*offsets, num_pages=num_pages, nbytes=num_pages * self._page_nbytes)
+        return cls(np.array(places, np.uint64), sum(place[4] for place in places))

@@ -90,6 +90,17 @@ def copy(
     lengths: NDArray[np.uint64],
     stop: StopFlag,
     deadline_ns: int,
+) -> tuple[int, int, int, int, bool]: ...
+def copy_rows(
+    src_base: int,
+    src_nbytes: int,
+    dst_base: int,
+    dst_nbytes: int,
+    places: NDArray[np.uint64],
+    src_rows: NDArray[np.uint32],
+    dst_rows: NDArray[np.uint32],
+    stop: StopFlag,
+    deadline_ns: int,
     bell: int,
     token: int,
 ) -> tuple[int, int, int, int, bool]: ...

@@ -151,7 +151,7 @@ class Region:
     @property
     def needs_flush(self) -> bool:
         """Whether `make_visible` has anything to do."""
-        return self._missing_flush is not None
+        return self.device != "cpu" and self._missing_flush is not None
 
     @property
     def _missing_flush(self) -> int | None:

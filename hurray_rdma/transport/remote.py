@@ -132,7 +132,6 @@ class RemoteMemory:
         timeout_s: float,
         path: Path | None = None,
         transfer_id: int = 0,
-        bell: Bell | None = None,
     ) -> Moved:
         """Writes a plan and waits until every byte is at the peer. Blocks; releases the GIL.
 
@@ -145,10 +144,9 @@ class RemoteMemory:
             timeout_s: budget for the whole plan.
             path: as of other memory of the same transfer; None is `path_from` the device of ``src``.
             transfer_id: what the peer has permitted it for; only a stream asks.
-            bell: of the remote region: it rings when all is written. Where the path is ``mapped``.
 
         Raises:
-            GeometryError: a piece, or the bell, lies outside either region; nothing was written.
+            GeometryError: a piece lies outside either region; nothing was written.
             DeadlineExceededError: out of time.
             TransferAbortedError: ``stop`` was set.
             PeerLostError, TransportError: the fabric failed.
@@ -158,11 +156,6 @@ class RemoteMemory:
         """
         _check_inside("src", src_offsets, lengths, src.nbytes)
         _check_inside("dst", dst_offsets, lengths, self.remote.nbytes)
-        if bell is not None and (
-            (self._pointer + bell.offset_nbytes) % 8 or bell.offset_nbytes + 8 > self.remote.nbytes
-        ):
-            rule = f"must be a multiple of 8 inside a region of {self.remote.nbytes} bytes"
-            raise GeometryError(rule, field="bell.offset_nbytes", value=bell.offset_nbytes)
         path = path or self.path_from(src.device)
         return self._move(
             src,
@@ -174,8 +167,67 @@ class RemoteMemory:
             stop=stop,
             timeout_s=timeout_s,
             transfer_id=transfer_id,
-            bell=bell,
         )
+
+    def write_rows(
+        self,
+        src: Region,
+        *,
+        places: NDArray[np.uint64],
+        src_rows: NDArray[np.uint32],
+        dst_rows: NDArray[np.uint32],
+        stop: StopFlag,
+        timeout_s: float,
+        bell: Bell | None = None,
+    ) -> Moved:
+        """As `write`, where the path is ``mapped``: rows that lie alike at several places, without a plan of them.
+
+        Args:
+            src: this process's region.
+            places: where row 0 is in ``src``, from one row to the next, the same two of the remote region, and the
+                length of a row; all in bytes, uint64 ``[num_places, 5]``.
+            src_rows, dst_rows: which row goes where, at each place, uint32 ``[num_rows]``.
+            stop, timeout_s: as of `write`.
+            bell: of the remote region: it rings when all is written.
+
+        Raises:
+            GeometryError: a row, or the bell, lies outside either region; nothing was written.
+            HurrayError: as `write`.
+        """
+        assert self.path_from(src.device) is Path.MAPPED
+        bell_address, token = 0, 0
+        if bell is not None:
+            bell_address, token = self._pointer + bell.offset_nbytes, bell.token
+            if bell_address % 8 or bell.offset_nbytes + 8 > self.remote.nbytes:
+                rule = f"must be a multiple of 8 inside a region of {self.remote.nbytes} bytes"
+                raise GeometryError(rule, field="bell.offset_nbytes", value=bell.offset_nbytes)
+        memory = src.memory
+        self._enter()
+        started = time.monotonic()
+        try:
+            memory.hold()
+            try:
+                posted, _, nbytes, status, _ = native.copy_rows(
+                    memory.address,
+                    src.nbytes,
+                    self._pointer,
+                    self.remote.nbytes,
+                    places,
+                    src_rows,
+                    dst_rows,
+                    stop,
+                    deadline_ns(timeout_s),
+                    bell_address,
+                    token,
+                )
+            except IndexError as error:
+                raise GeometryError(str(error), field="rows", value=len(src_rows)) from None
+            finally:
+                memory.release()
+        finally:
+            self._leave()
+        raise_for(status, "put", timeout_s=timeout_s)
+        return Moved(posted, nbytes, time.monotonic() - started)
 
     def read(
         self,
@@ -227,7 +279,6 @@ class RemoteMemory:
         stop: StopFlag,
         timeout_s: float,
         transfer_id: int,
-        bell: Bell | None = None,
     ) -> Moved:
         memory = local.memory
         first_nbytes = int(lengths[0]) if len(lengths) else 0
@@ -275,15 +326,7 @@ class RemoteMemory:
                     here, there = (memory.address, local_offsets), (self._pointer, remote_offsets)
                     (src, src_offsets), (dst, dst_offsets) = (there, here) if get else (here, there)
                     posted, completed, nbytes, status, settled = native.copy(
-                        src,
-                        dst,
-                        src_offsets,
-                        dst_offsets,
-                        lengths,
-                        stop,
-                        deadline_ns(timeout_s),
-                        self._pointer + bell.offset_nbytes if bell is not None else 0,
-                        bell.token if bell is not None else 0,
+                        src, dst, src_offsets, dst_offsets, lengths, stop, deadline_ns(timeout_s)
                     )
             finally:
                 memory.release()

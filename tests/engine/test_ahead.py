@@ -158,6 +158,7 @@ def test_a_connection_that_is_lost_while_pools_are_opened_costs_the_send_nothing
                             route._channel.abort()  # type: ignore[union-attr]
                         await opened(route, deadline)
 
+                    monkeypatch.setattr(routes.Connection, "opens_pools", property(lambda _: not lost))
                     monkeypatch.setattr(routes.Connection, "open_pools", slow)
                     await peer.send(sent, key="later")
                     assert lost

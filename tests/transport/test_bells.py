@@ -94,14 +94,14 @@ def reached(context: Context, address: bytes, remote: RemoteRegion) -> Iterator[
 
 def copy_pages(memory: RemoteMemory, source: Region, bell: Bell, *, stop: bool = False) -> None:
     """All before the bells, in reversed order, and rings."""
-    places, flag = np.arange(0, AT, 4096, dtype=np.uint64), StopFlag()
+    rows, flag = np.arange(AT // 4096, dtype=np.uint32), StopFlag()
     if stop:
         flag.set()
-    memory.write(
+    memory.write_rows(
         source,
-        src_offsets=places,
-        dst_offsets=places[::-1].copy(),
-        lengths=np.full(len(places), 4096, np.uint64),
+        places=np.array([[0, 4096, 0, 4096, 4096]], np.uint64),
+        src_rows=rows,
+        dst_rows=rows[::-1].copy(),
         stop=flag,
         timeout_s=LONG_S,
         bell=bell,

@@ -55,41 +55,6 @@ def offsets_of(
     return offsets
 
 
-def whole_pages(
-    const uint64_t[:, ::1] places not None,
-    const uint32_t[::1] src_page_ids not None,
-    const uint32_t[::1] dst_page_ids not None,
-):
-    """Whole pages as operations, place by place.
-
-    Args:
-        places: what is moved of each page, uint64 ``[num_places, 5]``: where it starts in page 0 of the source, from one
-            of its pages to the next, the same two of the destination, and its length; all in bytes.
-        src_page_ids, dst_page_ids: uint32 ``[num_pages]``.
-
-    Returns:
-        Source offsets, destination offsets and lengths, uint64 ``[num_places * num_pages]``.
-
-    Raises:
-        IndexError: the arrays differ in length.
-    """
-    cdef Py_ssize_t num_places = places.shape[0], num_pages = src_page_ids.shape[0], place, page, at = 0
-    if dst_page_ids.shape[0] != num_pages or places.shape[1] != 5:
-        raise IndexError(f"{num_pages} source pages, {dst_page_ids.shape[0]} destination pages, places not of five")
-    src_offsets = np.empty(num_places * num_pages, np.uint64)
-    dst_offsets = np.empty(num_places * num_pages, np.uint64)
-    lengths = np.empty(num_places * num_pages, np.uint64)
-    cdef uint64_t[::1] src = src_offsets, dst = dst_offsets, nbytes = lengths
-    with nogil:
-        for place in range(num_places):
-            for page in range(num_pages):
-                src[at] = places[place, 0] + places[place, 1] * src_page_ids[page]
-                dst[at] = places[place, 2] + places[place, 3] * dst_page_ids[page]
-                nbytes[at] = places[place, 4]
-                at += 1
-    return src_offsets, dst_offsets, lengths
-
-
 def merged(src_offsets not None, dst_offsets not None, uint64_t piece_nbytes):
     """Pieces of one length as operations: neighbours in the list that meet on both sides become one.
 

@@ -7,14 +7,15 @@ which way bytes go, and what a failure means, is decided in the Python modules b
 """
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdio cimport FILE, fclose
 from libc.stdlib cimport free
 from libc.string cimport memset, strerror
 
 from moves cimport (
-    HURRAY_DESCRIPTION_SIZE, HURRAY_GET, HURRAY_PUT, hurray_close_begin, hurray_close_drop, hurray_close_wait, hurray_closing_t, hurray_copy,
-    hurray_flush, hurray_map_over, hurray_memcpy, hurray_outcome_t, hurray_plan_t, hurray_post, hurray_rings,
+    HURRAY_DESCRIPTION_SIZE, HURRAY_GET, HURRAY_PUT, hurray_close_begin, hurray_close_drop, hurray_close_wait,
+    hurray_closing_t, hurray_copy, hurray_copy_rows, hurray_flush, hurray_map_over, hurray_memcpy, hurray_outcome_t,
+    hurray_place_t, hurray_plan_t, hurray_post, hurray_rings, hurray_rows_inside, hurray_rows_t,
 )
 from ucp cimport *
 
@@ -454,9 +455,8 @@ def flush(uintptr_t worker, uintptr_t endpoint, StopFlag stop not None, uint64_t
 
 def copy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets not None,
          const uint64_t[::1] dst_offsets not None, const uint64_t[::1] lengths not None, StopFlag stop not None,
-         uint64_t deadline_ns, uint64_t bell, uint64_t token):
+         uint64_t deadline_ns):
     """Copies a plan inside this process's address space with non-temporal stores; see ``hurray_copy`` in moves.h.
-    ``bell`` is an address, or 0.
 
     Returns ``(posted, completed, nbytes, status, settled)``; both memories are free again when it returns.
     """
@@ -470,7 +470,36 @@ def copy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets n
     src, dst, nbytes = &src_offsets[0], &dst_offsets[0], &lengths[0]
     with nogil:
         outcome = hurray_copy(src_base, dst_base, src, dst, nbytes, <uint64_t>lengths.shape[0], &stop.value,
-                              deadline_ns, <uint64_t *>bell, token)
+                              deadline_ns)
+    return _as_tuple(outcome)
+
+
+def copy_rows(uint64_t src_base, uint64_t src_nbytes, uint64_t dst_base, uint64_t dst_nbytes,
+              const uint64_t[:, ::1] places not None, const uint32_t[::1] src_rows not None,
+              const uint32_t[::1] dst_rows not None, StopFlag stop not None, uint64_t deadline_ns, uint64_t bell,
+              uint64_t token):
+    """Copies rows of strided memory; see ``hurray_copy_rows`` in moves.h. ``places`` is uint64 ``[num_places, 5]``,
+    ``bell`` an address, or 0.
+
+    Returns what `copy` does. IndexError: a row lies outside; nothing was copied.
+    """
+    cdef hurray_outcome_t outcome
+    cdef hurray_rows_t rows
+    cdef bint inside
+    if dst_rows.shape[0] != src_rows.shape[0] or places.shape[1] != 5:
+        raise ValueError("src_rows and dst_rows must have the same length, and places five columns")
+    rows.num_places, rows.num_rows = <uint64_t>places.shape[0], <uint64_t>src_rows.shape[0]
+    if rows.num_places == 0 or rows.num_rows == 0:
+        rows.num_places = 0
+    else:
+        rows.places = <const hurray_place_t *>&places[0, 0]
+        rows.src_rows, rows.dst_rows = &src_rows[0], &dst_rows[0]
+    with nogil:
+        inside = hurray_rows_inside(rows, src_nbytes, dst_nbytes)
+        if inside:
+            outcome = hurray_copy_rows(src_base, dst_base, rows, &stop.value, deadline_ns, <uint64_t *>bell, token)
+    if not inside:
+        raise IndexError(f"a row lies outside memory of {src_nbytes} and {dst_nbytes} bytes")
     return _as_tuple(outcome)
 
 

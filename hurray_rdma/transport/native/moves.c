@@ -355,48 +355,116 @@ static void spin_pause(void)
 }
 #endif
 
+/* What looks, now and then, whether a copy is to end early. */
+typedef struct {
+    const volatile int *stop;
+    uint64_t deadline_ns;
+    uint64_t unchecked; /* bytes since it looked last */
+} watch_t;
+
+static ucs_status_t look(watch_t *watch)
+{
+    watch->unchecked = 0;
+    if (*watch->stop) {
+        return UCS_ERR_CANCELED;
+    }
+    return now_ns() >= watch->deadline_ns ? UCS_ERR_TIMED_OUT : UCS_OK;
+}
+
+static void copy_piece(hurray_outcome_t *outcome, watch_t *watch, char *dst, const char *src, uint64_t nbytes)
+{
+    uint64_t done = 0;
+
+    /* A long run is copied in parts, so that a stop or a deadline is noticed within one of them. */
+    while (done < nbytes) {
+        uint64_t part = nbytes - done;
+
+        part = part < BYTES_PER_CHECK ? part : BYTES_PER_CHECK;
+        if (watch->unchecked >= BYTES_PER_CHECK && (outcome->status = look(watch)) != UCS_OK) {
+            return;
+        }
+        stream(dst + done, src + done, part);
+        done += part;
+        watch->unchecked += part;
+    }
+    outcome->posted++;
+    outcome->nbytes += nbytes;
+}
+
+static void copy_end(hurray_outcome_t *outcome)
+{
+    store_fence();
+    outcome->completed = outcome->posted; /* a copy is complete when the call returns */
+}
+
 hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
                              const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
-                             const volatile int *stop, uint64_t deadline_ns, uint64_t *bell, uint64_t token)
+                             const volatile int *stop, uint64_t deadline_ns)
 {
     hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
-    uint64_t unchecked = BYTES_PER_CHECK;
+    watch_t watch = {stop, deadline_ns, BYTES_PER_CHECK};
 
     for (uint64_t i = 0; i < count && outcome.status == UCS_OK; i++) {
-        char *dst = (char *)(dst_base + dst_offsets[i]);
-        const char *src = (const char *)(src_base + src_offsets[i]);
-        uint64_t done = 0;
+        copy_piece(&outcome, &watch, (char *)(dst_base + dst_offsets[i]), (const char *)(src_base + src_offsets[i]),
+                   lengths[i]);
+    }
+    copy_end(&outcome);
+    return outcome;
+}
 
-        /* A long run is copied in parts, so that a stop or a deadline is noticed within one of them. */
-        while (done < lengths[i]) {
-            uint64_t part = lengths[i] - done;
+static uint64_t highest(const uint32_t *rows, uint64_t num_rows)
+{
+    uint32_t found = 0;
 
-            part = part < BYTES_PER_CHECK ? part : BYTES_PER_CHECK;
-            if (unchecked >= BYTES_PER_CHECK) {
-                unchecked = 0;
-                if (*stop) {
-                    outcome.status = UCS_ERR_CANCELED;
-                } else if (now_ns() >= deadline_ns) {
-                    outcome.status = UCS_ERR_TIMED_OUT;
-                }
-                if (outcome.status != UCS_OK) {
-                    break;
-                }
-            }
-            stream(dst + done, src + done, part);
-            done += part;
-            unchecked += part;
-        }
-        if (done == lengths[i]) {
-            outcome.posted++;
-            outcome.nbytes += done;
+    for (uint64_t i = 0; i < num_rows; i++) {
+        found = rows[i] > found ? rows[i] : found;
+    }
+    return found;
+}
+
+static int inside(uint64_t start, uint64_t stride, uint64_t row, uint64_t row_nbytes, uint64_t nbytes)
+{
+    uint64_t at, end;
+
+    return !__builtin_mul_overflow(stride, row, &at) && !__builtin_add_overflow(at, start, &at) &&
+           !__builtin_add_overflow(at, row_nbytes, &end) && end <= nbytes;
+}
+
+int hurray_rows_inside(hurray_rows_t rows, uint64_t src_nbytes, uint64_t dst_nbytes)
+{
+    uint64_t last_src = highest(rows.src_rows, rows.num_rows), last_dst = highest(rows.dst_rows, rows.num_rows);
+
+    for (uint64_t i = 0; i < rows.num_places && rows.num_rows > 0; i++) {
+        const hurray_place_t *place = &rows.places[i];
+
+        if (!inside(place->src_start, place->src_stride, last_src, place->nbytes, src_nbytes) ||
+            !inside(place->dst_start, place->dst_stride, last_dst, place->nbytes, dst_nbytes)) {
+            return 0;
         }
     }
-    store_fence();
+    return 1;
+}
+
+hurray_outcome_t hurray_copy_rows(uint64_t src_base, uint64_t dst_base, hurray_rows_t rows, const volatile int *stop,
+                                  uint64_t deadline_ns, uint64_t *bell, uint64_t token)
+{
+    hurray_outcome_t outcome = {0, 0, 0, UCS_OK, 1};
+    watch_t watch = {stop, deadline_ns, BYTES_PER_CHECK};
+
+    for (uint64_t i = 0; i < rows.num_places; i++) {
+        const hurray_place_t *place = &rows.places[i];
+        char *dst = (char *)(dst_base + place->dst_start);
+        const char *src = (const char *)(src_base + place->src_start);
+
+        for (uint64_t row = 0; row < rows.num_rows && outcome.status == UCS_OK; row++) {
+            copy_piece(&outcome, &watch, dst + rows.dst_rows[row] * place->dst_stride,
+                       src + rows.src_rows[row] * place->src_stride, place->nbytes);
+        }
+    }
+    copy_end(&outcome);
     if (bell != NULL && outcome.status == UCS_OK) {
         __atomic_store_n(bell, token, __ATOMIC_RELEASE);
     }
-    outcome.completed = outcome.posted; /* a copy is complete when the call returns */
     return outcome;
 }
 

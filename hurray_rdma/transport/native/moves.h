@@ -26,6 +26,22 @@ typedef struct {
     int settled;          /* whether all that was posted is at its destination, so that nothing can land later */
 } hurray_outcome_t;
 
+typedef struct {
+    uint64_t src_start;  /* of row 0, bytes, relative to src_base */
+    uint64_t src_stride; /* bytes from one row to the next */
+    uint64_t dst_start;
+    uint64_t dst_stride;
+    uint64_t nbytes; /* of each row */
+} hurray_place_t;
+
+typedef struct {
+    const hurray_place_t *places;
+    uint64_t num_places;
+    const uint32_t *src_rows; /* src_rows[i] goes to dst_rows[i] */
+    const uint32_t *dst_rows;
+    uint64_t num_rows;
+} hurray_rows_t;
+
 /* Bytes that a description takes, its end included. */
 #define HURRAY_DESCRIPTION_SIZE 512
 
@@ -60,12 +76,18 @@ void hurray_close_drop(hurray_closing_t *closing);
 
 /*
  * Copies pieces between two addresses of this process, with stores that bypass the cache where the CPU has them
- * (the pages are not read here again). A store fence orders all of them before anything that follows. When all are
- * copied `token` is stored at `bell`, unless that is NULL.
+ * (the pages are not read here again). A store fence orders all of them before anything that follows.
  */
 hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
                              const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
-                             const volatile int *stop, uint64_t deadline_ns, uint64_t *bell, uint64_t token);
+                             const volatile int *stop, uint64_t deadline_ns);
+
+/* Whether all rows of all places lie in memories of these lengths. */
+int hurray_rows_inside(hurray_rows_t rows, uint64_t src_nbytes, uint64_t dst_nbytes);
+
+/* As hurray_copy, of rows that lie inside; place by place. When all is copied `token` is stored at `bell`, unless that is NULL. */
+hurray_outcome_t hurray_copy_rows(uint64_t src_base, uint64_t dst_base, hurray_rows_t rows, const volatile int *stop,
+                                  uint64_t deadline_ns, uint64_t *bell, uint64_t token);
 
 /* Whether `bell` holds the token within that time; what was copied before it was stored there is visible if so. */
 int hurray_rings(const uint64_t *bell, uint64_t token, uint64_t timeout_ns);

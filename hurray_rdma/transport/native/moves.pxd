@@ -1,4 +1,4 @@
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from ucp cimport ucp_ep_h, ucp_mem_h, ucp_rkey_h, ucp_worker_h, ucs_status_t
 
 cdef extern from "moves.h" nogil:
@@ -14,6 +14,16 @@ cdef extern from "moves.h" nogil:
         const uint64_t *remote_offsets
         const uint64_t *lengths
         uint64_t count
+
+    ctypedef struct hurray_place_t:
+        uint64_t nbytes
+
+    ctypedef struct hurray_rows_t:
+        const hurray_place_t *places
+        uint64_t num_places
+        const uint32_t *src_rows
+        const uint32_t *dst_rows
+        uint64_t num_rows
 
     ctypedef struct hurray_outcome_t:
         uint64_t posted
@@ -35,7 +45,10 @@ cdef extern from "moves.h" nogil:
     ucs_status_t hurray_flush(ucp_worker_h worker, ucp_ep_h ep, const int *stop, uint64_t deadline_ns)
     hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets,
                                  const uint64_t *dst_offsets, const uint64_t *lengths, uint64_t count,
-                                 const int *stop, uint64_t deadline_ns, uint64_t *bell, uint64_t token)
+                                 const int *stop, uint64_t deadline_ns)
+    int hurray_rows_inside(hurray_rows_t rows, uint64_t src_nbytes, uint64_t dst_nbytes)
+    hurray_outcome_t hurray_copy_rows(uint64_t src_base, uint64_t dst_base, hurray_rows_t rows, const int *stop,
+                                      uint64_t deadline_ns, uint64_t *bell, uint64_t token)
     int hurray_rings(const uint64_t *bell, uint64_t token, uint64_t timeout_ns)
     void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,
                        const uint64_t *lengths, uint64_t count)

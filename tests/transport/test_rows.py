@@ -1,0 +1,115 @@
+"""Rows through a mapping: against plain Python, and refused as a whole where one lies outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hurray_rdma.errors import GeometryError
+from hurray_rdma.transport import Context, Path, Region, RemoteMemory, StopFlag
+
+NBYTES = 1 << 16
+LONG_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[tuple[Region, Region, RemoteMemory]]:
+    context = Context()
+    worker, source, dest = context.open_worker(), context.allocate(NBYTES), context.allocate(NBYTES)
+    source.array()[:] = np.random.default_rng(1).integers(0, 256, NBYTES, np.uint8)
+    endpoint = worker.connect(worker.address, timeout_s=LONG_S)
+    memory = endpoint.open_region(dest.remote())
+    assert memory.path is Path.MAPPED
+    yield source, dest, memory
+    endpoint.close()
+    worker.close()
+    source.close()
+    dest.close()
+
+
+def write(
+    sides: tuple[Region, Region, RemoteMemory], places: list[list[int]], rows: list[list[int]]
+) -> tuple[int, int]:
+    source, _, memory = sides
+    table = np.array(places, np.uint64).reshape(-1, 5)
+    src_rows, dst_rows = np.array(rows, np.uint32).reshape(-1, 2).T.copy()
+    moved = memory.write_rows(
+        source, places=table, src_rows=src_rows, dst_rows=dst_rows, stop=StopFlag(), timeout_s=LONG_S
+    )
+    return moved.num_operations, moved.nbytes
+
+
+PLACES = st.lists(
+    st.tuples(st.integers(0, 999), st.integers(0, 600), st.integers(0, 999), st.integers(0, 600), st.integers(1, 600)),
+    max_size=4,
+)
+ROWS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), max_size=12)
+
+
+@settings(max_examples=200)
+@given(PLACES, ROWS)
+def test_each_row_goes_where_its_place_says(
+    sides: tuple[Region, Region, RemoteMemory], places: list[list[int]], rows: list[list[int]]
+) -> None:
+    source, dest, _ = sides
+    dest.array()[:] = 0
+    expected = dest.array().copy()
+    for src, src_stride, dst, dst_stride, nbytes in places:
+        for src_row, dst_row in rows:
+            start = dst + dst_row * dst_stride
+            row = source.array()[src + src_row * src_stride :][:nbytes]
+            expected[start : start + nbytes] = row
+    assert write(sides, places, rows) == (len(places) * len(rows), sum(place[4] for place in places) * len(rows))
+    assert np.array_equal(dest.array(), expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "row"),
+    [
+        ([0, 4096, 0, 4096, 4096], [16, 0]),
+        ([0, 4096, 0, 4096, 4096], [0, 16]),
+        ([1, 4096, 0, 4096, 4096], [15, 0]),
+        ([0, 4096, 1, 4096, 4096], [0, 15]),
+        ([0, 4096, NBYTES, 4096, 1], [0, 0]),
+        ([0, 2**62, 0, 0, 8], [4, 0]),  # 2**64, which is 0
+        ([2**64 - 8, 8, 0, 0, 8], [1, 0]),
+        ([0, 0, 2**64 - 4, 0, 8], [0, 0]),
+        ([0, 0, 0, 2**40, 1], [0, 2**32 - 1]),
+        ([0, 0, 0, 0, NBYTES + 1], [0, 0]),
+    ],
+)
+def test_a_row_outside_is_refused_and_nothing_is_written(
+    sides: tuple[Region, Region, RemoteMemory], place: list[int], row: list[int]
+) -> None:
+    _, dest, _ = sides
+    dest.array()[:] = 3
+    good = [0, 4096, 0, 4096, 4096]
+    with pytest.raises(GeometryError, match="rows"):
+        write(sides, [good, place], [[0, 0], row])
+    assert (dest.array() == 3).all()
+
+
+def test_lists_of_unlike_length_are_refused(sides: tuple[Region, Region, RemoteMemory]) -> None:
+    source, _, memory = sides
+    rows = np.zeros(2, np.uint32)
+    with pytest.raises(ValueError, match="same length"):
+        memory.write_rows(
+            source,
+            places=np.zeros((1, 5), np.uint64),
+            src_rows=rows,
+            dst_rows=rows[:1],
+            stop=StopFlag(),
+            timeout_s=LONG_S,
+        )
+
+
+def test_the_last_byte_can_be_reached(sides: tuple[Region, Region, RemoteMemory]) -> None:
+    source, dest, _ = sides
+    dest.array()[:] = 0
+    assert write(sides, [[0, 4096, 0, 4096, 4096]], [[15, 15]]) == (1, 4096)
+    assert np.array_equal(dest.array()[-4096:], source.array()[-4096:])
+    assert not dest.array()[:-4096].any()
