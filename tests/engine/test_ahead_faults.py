@@ -14,7 +14,9 @@ import pytest
 from hurray_rdma import HurrayError, PagePool, Peer, PeerLostError
 from hurray_rdma.control import MessageType, Prepare
 from hurray_rdma.engine.ahead import _AheadGrant
+from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.mover import Moves
+from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.testing.chaos import Action, Direction, Rule
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context
@@ -287,6 +289,34 @@ def test_a_cut_before_the_commit_is_heard_is_told_and_after_it_nothing_arrives_t
                         assert keys[kind.name] == arrives
             await settled(pool, NUM_PAGES, 0, 0)
             assert {what for _, what in taking.taken} == {taking.taken[0][1]}
+
+    run(job())
+
+
+def test_a_session_that_ends_before_its_bell_is_acknowledged_costs_no_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Receiver._close_committed
+
+    def cut(receiver: Receiver, link: Link, *committed: Any) -> None:
+        link.cut()
+        close(receiver, link, *committed)
+
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking):
+            with make_pool(SPEC, 8) as source:
+                fill(source, 1)
+                sent = snapshot_of(source, [3, 4])
+                async with sending(engine.address, source) as (sender_engine, peer, traffic):
+                    await until_granted_ahead(peer, sent, traffic)
+                    with monkeypatch.context() as patched:
+                        patched.setattr(Receiver, "_close_committed", cut)
+                        with pytest.raises(PeerLostError):  # nobody can tell it
+                            await peer.send(sent, key="last words")
+                    await peer.send(sent, key="next")
+                    assert sender_engine.stats().send.failures == {"PeerLostError": 1}
+                assert [key for key, _ in taking.taken if key != "ahead"] == ["last words", "next"]
+                assert {what for _, what in taking.taken} == {digest(sent)}
+            await settled(pool, NUM_PAGES, 0, 0)
+            assert engine.stats().receive.num_transfers == len(taking.taken)
 
     run(job())
 
