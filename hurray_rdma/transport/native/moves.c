@@ -352,6 +352,9 @@ static void store_fence(void)
 
 static void spin_pause(void)
 {
+#ifdef __aarch64__
+    __asm__ volatile("isb"); /* `yield` does nothing on the cores of servers */
+#endif
 }
 #endif
 
