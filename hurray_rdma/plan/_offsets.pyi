@@ -15,6 +15,3 @@ def offsets_of(
 def merged(
     src_offsets: NDArray[np.uint64], dst_offsets: NDArray[np.uint64], piece_nbytes: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]: ...
-def whole_pages(
-    places: NDArray[np.uint64], src_page_ids: NDArray[np.uint32], dst_page_ids: NDArray[np.uint32]
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]: ...
