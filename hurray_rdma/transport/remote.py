@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -220,8 +221,12 @@ class RemoteMemory:
                     bell_address,
                     token,
                 )
-            except IndexError as error:
-                raise GeometryError(str(error), field="rows", value=len(src_rows)) from None
+            except IndexError:
+                sides = (
+                    ("src", src_rows, places[:, :2], src.nbytes),
+                    ("dst", dst_rows, places[:, 2:4], self.remote.nbytes),
+                )
+                raise _row_outside(sides, places[:, 4]) from None
             finally:
                 memory.release()
         finally:
@@ -400,3 +405,22 @@ def _check_inside(side: str, offsets: Offsets, lengths: Offsets, nbytes: int) ->
             field=f"{side}_offsets[{at}]",
             value=int(offsets[at]),
         )
+
+
+def _row_outside(
+    sides: Iterable[tuple[str, NDArray[np.uint32], NDArray[np.uint64], int]], lengths: NDArray[np.uint64]
+) -> GeometryError:
+    """What there is to say of rows of which native code has found that one lies outside.
+
+    Args:
+        sides: the name of each, its rows, its two columns of the places, and how long its region is.
+        lengths: the last column.
+    """
+    for side, rows, places, nbytes in sides:
+        at = int(rows.argmax())
+        row = int(rows[at])
+        starts = zip(places.tolist(), lengths.tolist(), strict=True)
+        end = max(start + stride * row + length for (start, stride), length in starts)
+        if end > nbytes:
+            return GeometryError(f"ends at byte {end} of a region of {nbytes}", field=f"{side}_rows[{at}]", value=row)
+    raise AssertionError("all rows lie inside")

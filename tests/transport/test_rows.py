@@ -68,29 +68,39 @@ def test_each_row_goes_where_its_place_says(
 
 
 @pytest.mark.parametrize(
-    ("place", "row"),
+    ("place", "row", "side", "end"),
     [
-        ([0, 4096, 0, 4096, 4096], [16, 0]),
-        ([0, 4096, 0, 4096, 4096], [0, 16]),
-        ([1, 4096, 0, 4096, 4096], [15, 0]),
-        ([0, 4096, 1, 4096, 4096], [0, 15]),
-        ([0, 4096, NBYTES, 4096, 1], [0, 0]),
-        ([0, 2**62, 0, 0, 8], [4, 0]),  # 2**64, which is 0
-        ([2**64 - 8, 8, 0, 0, 8], [1, 0]),
-        ([0, 0, 2**64 - 4, 0, 8], [0, 0]),
-        ([0, 0, 0, 2**40, 1], [0, 2**32 - 1]),
-        ([0, 0, 0, 0, NBYTES + 1], [0, 0]),
+        ([0, 4096, 0, 4096, 4096], [16, 0], "src", 17 * 4096),
+        ([0, 4096, 0, 4096, 4096], [0, 16], "dst", 17 * 4096),
+        ([1, 4096, 0, 4096, 4096], [15, 0], "src", NBYTES + 1),
+        ([0, 4096, 1, 4096, 4096], [0, 15], "dst", NBYTES + 1),
+        ([0, 4096, NBYTES, 4096, 1], [0, 0], "dst", NBYTES + 1),
+        ([0, 2**62, 0, 0, 8], [4, 0], "src", 2**64 + 8),  # 8 in 64 bits
+        ([2**64 - 8, 8, 0, 0, 8], [1, 0], "src", 2**64 + 8),
+        ([0, 0, 2**64 - 4, 0, 8], [0, 0], "dst", 2**64 + 4),
+        ([0, 0, 0, 2**40, 1], [0, 2**32 - 1], "dst", 2**72 - 2**40 + 1),
+        ([0, 0, 0, 0, NBYTES + 1], [0, 0], "src", NBYTES + 1),
     ],
 )
-def test_a_row_outside_is_refused_and_nothing_is_written(
-    sides: tuple[Region, Region, RemoteMemory], place: list[int], row: list[int]
+def test_a_row_outside_is_refused_by_name_and_nothing_is_written(
+    sides: tuple[Region, Region, RemoteMemory], place: list[int], row: list[int], side: str, end: int
 ) -> None:
     _, dest, _ = sides
     dest.array()[:] = 3
     good = [0, 4096, 0, 4096, 4096]
-    with pytest.raises(GeometryError, match="rows"):
+    with pytest.raises(GeometryError, match=f"ends at byte {end} of a region of {NBYTES}") as caught:
         write(sides, [good, place], [[0, 0], row])
+    number = row[side == "dst"]
+    assert (caught.value.field, caught.value.value) == (f"{side}_rows[{int(number > 0)}]", number)
     assert (dest.array() == 3).all()
+
+
+def test_rows_that_have_no_place_are_not_looked_at(sides: tuple[Region, Region, RemoteMemory]) -> None:
+    source, _, memory = sides
+    rows = np.zeros(1 << 28, np.uint32)  # which nobody has touched, and takes no memory
+    places = np.empty((0, 5), np.uint64)
+    moved = memory.write_rows(source, places=places, src_rows=rows, dst_rows=rows, stop=StopFlag(), timeout_s=LONG_S)
+    assert (moved.num_operations, moved.nbytes) == (0, 0)
 
 
 def test_lists_of_unlike_length_are_refused(sides: tuple[Region, Region, RemoteMemory]) -> None:

@@ -490,7 +490,7 @@ def copy_rows(uint64_t src_base, uint64_t src_nbytes, uint64_t dst_base, uint64_
         raise ValueError("src_rows and dst_rows must have the same length, and places five columns")
     rows.num_places, rows.num_rows = <uint64_t>places.shape[0], <uint64_t>src_rows.shape[0]
     if rows.num_places == 0 or rows.num_rows == 0:
-        rows.num_places = 0
+        rows.num_places = rows.num_rows = 0  # of neither, since an empty array has no first element to point at
     else:
         rows.places = <const hurray_place_t *>&places[0, 0]
         rows.src_rows, rows.dst_rows = &src_rows[0], &dst_rows[0]
