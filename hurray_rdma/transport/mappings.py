@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 __all__ = ["is_anonymous", "is_writable_memory", "mapping_kind", "ucx_copies"]
 
@@ -15,7 +16,7 @@ _UCP = re.compile(r"/libucp[^/]*\.so[^/]*$")
 
 def ucx_copies() -> list[str]:
     """Paths of the UCX libraries that this process has loaded, sorted."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+    with _maps() as maps:
         paths = {found["path"] for line in maps if (found := _LINE.match(line.rstrip("\n"))) is not None}
     return sorted(path for path in paths if _UCP.search(path))
 
@@ -60,10 +61,15 @@ def _all_are(such: Callable[[re.Match[str]], bool], start: int, end: int) -> boo
 
 def _mappings(start: int, end: int) -> Iterator[re.Match[str]]:
     """Those that have any of the bytes, in order, which is that of the file: of a thousand lines most are others'."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+    with _maps() as maps:
         for line in maps:
             first, _, last = line.partition(" ")[0].partition("-")
             if int(first, 16) >= end:
                 return
             if start < int(last, 16) and (found := _LINE.match(line.rstrip("\n"))) is not None:
                 yield found
+
+
+def _maps() -> TextIO:
+    # Of all that ends a line elsewhere, the kernel spares a file's name nothing but the line feed.
+    return open("/proc/self/maps", encoding="utf-8", errors="replace", newline="\n")

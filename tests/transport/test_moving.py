@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import mmap
+import pathlib
 import signal
 import time
 from dataclasses import replace
@@ -25,7 +26,7 @@ from hurray_rdma.errors import (
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, Endpoint, Path, RemoteMemory, StopFlag, mappings
 from hurray_rdma.transport.lanes import LaneReport
-from hurray_rdma.transport.mappings import is_writable_memory
+from hurray_rdma.transport.mappings import is_writable_memory, mapping_kind
 
 PAGE = 8192
 NUM_PAGES = 512
@@ -276,6 +277,16 @@ def test_writable_memory_is_the_host_s_and_has_no_gaps(monkeypatch: pytest.Monke
     lines[1] = "2000-3000 rw-s 00000000 00:06 528 /dev/nvidiactl\n"
     assert is_writable_memory(0x1800, 0x2000)
     assert not is_writable_memory(0x1800, 0x2001), "a GPU's"
+
+
+def test_a_mapped_file_whose_name_looks_like_the_end_of_a_line_is_one_line(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "pages\rof a file"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
+        start = np.frombuffer(mapped, np.uint8).ctypes.data
+        assert is_writable_memory(start, start + 1)
+        assert mapping_kind(start) == "shared"
+        assert mapping_kind(2**64 - 1) == "private", "which is behind all lines"
 
 
 @pytest.mark.parametrize(
