@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-__all__ = ["is_anonymous", "is_writable_memory", "mapping_kind", "ucx_copies"]
+__all__ = ["is_anonymous", "is_shared_memory", "mapping_kind", "ucx_copies"]
 
-_LINE = re.compile(r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<mode>\S+) \S+ \S+ \S+\s*(?P<path>.*)$")
+_LINE = re.compile(r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<mode>\S+) \S+ (?P<file>\S+ \S+)\s*(?P<path>.*)$")
 
 
 _UCP = re.compile(r"/libucp[^/]*\.so[^/]*$")
@@ -42,11 +42,17 @@ def is_anonymous(start: int, end: int) -> bool:
     )
 
 
-def is_writable_memory(start: int, end: int) -> bool:
-    """Whether this process may load and store all bytes before ``end``: mapped for both, and not a GPU's."""
-    return _all_are(
-        lambda found: found["mode"].startswith("rw") and not found["path"].startswith("/dev/nvidia"), start, end
-    )
+def is_shared_memory(start: int, end: int) -> bool:
+    """Whether this process may load and store all bytes before ``end`` in one piece of memory that it can share with
+    others: mapped for both, of one file or segment, and not a GPU's."""
+    files: set[str] = set()
+
+    def is_such(found: re.Match[str]) -> bool:
+        files.add(found["file"])
+        mode = found["mode"]
+        return mode.startswith("rw") and mode[3] == "s" and not found["path"].startswith("/dev/nvidia")
+
+    return _all_are(is_such, start, end) and len(files) == 1
 
 
 def _all_are(such: Callable[[re.Match[str]], bool], start: int, end: int) -> bool:

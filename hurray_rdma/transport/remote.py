@@ -22,7 +22,7 @@ from hurray_rdma.transport.bells import Bell
 from hurray_rdma.transport.binding import native
 from hurray_rdma.transport.envelope import unseal
 from hurray_rdma.transport.lanes import carried_by
-from hurray_rdma.transport.mappings import is_writable_memory, mapping_kind
+from hurray_rdma.transport.mappings import is_shared_memory, mapping_kind
 from hurray_rdma.transport.memory import Region, RemoteRegion
 from hurray_rdma.transport.page_streams import PageStream
 from hurray_rdma.transport.status import deadline_ns, raise_for
@@ -88,8 +88,9 @@ class RemoteMemory:
         self._closing = False
         # Memory of a device is not for this process's own loads and stores, wherever it is mapped.
         self._pointer = self._rkey.pointer(remote.remote_addr) if remote.device == "cpu" else 0
-        if self._pointer and not is_writable_memory(self._pointer, self._pointer + remote.nbytes):
-            self._pointer = 0  # the peer says what is not true: it would crash this process
+        if self._pointer and not is_shared_memory(self._pointer, self._pointer + remote.nbytes):
+            # The peer says what is not true: stores would crash this process, or change what is its own.
+            self._pointer = 0
         self._mapping = mapping_kind(self._pointer) if self._pointer else None
         self._carried: dict[str, tuple[int, str]] = {}
         """By the device of this process's memory: the longest piece of which UCX has said what carries it, and what.

@@ -26,7 +26,7 @@ from hurray_rdma.errors import (
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, Endpoint, Path, RemoteMemory, StopFlag, mappings
 from hurray_rdma.transport.lanes import LaneReport
-from hurray_rdma.transport.mappings import is_writable_memory, mapping_kind
+from hurray_rdma.transport.mappings import is_shared_memory, mapping_kind
 
 PAGE = 8192
 NUM_PAGES = 512
@@ -250,7 +250,7 @@ def test_memory_that_this_process_cannot_store_to_is_reached_by_puts_whatever_th
         endpoint = worker.connect(address, timeout_s=10)
         asked: list[int] = []
         monkeypatch.setattr(
-            "hurray_rdma.transport.remote.is_writable_memory", lambda start, end: asked.append(end - start)
+            "hurray_rdma.transport.remote.is_shared_memory", lambda start, end: asked.append(end - start)
         )
         memory = endpoint.open_region(remote)
         assert asked == [remote.nbytes]
@@ -261,22 +261,46 @@ def test_memory_that_this_process_cannot_store_to_is_reached_by_puts_whatever_th
         child.send("end")
 
 
-def test_writable_memory_is_the_host_s_and_has_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_this_process_is_not_stored_to_whatever_address_the_peer_says_that_its_own_has() -> None:
+    with Child(target, {}, True) as child, mmap.mmap(-1, NBYTES, mmap.MAP_PRIVATE) as private:
+        address, remote = child.receive()
+        worker = Context().open_worker()
+        endpoint = worker.connect(address, timeout_s=10)
+        mapped = endpoint.open_region(remote)
+        assert mapped.path is Path.MAPPED
+        apart_nbytes = np.frombuffer(private, np.uint8).ctypes.data - mapped._pointer
+        mapped.close()  # so that the next one is mapped where it was
+        lie = endpoint.open_region(replace(remote, remote_addr=remote.remote_addr + apart_nbytes))
+        assert lie.path is Path.PUT
+        too_long = endpoint.open_region(replace(remote, nbytes=1 << 40))
+        assert too_long.path is Path.PUT
+        endpoint.close()
+        worker.close()
+        child.send("end")
+
+
+def test_shared_memory_is_the_host_s_writable_of_one_file_and_has_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     with mmap.mmap(-1, 3 * mmap.PAGESIZE) as whole:
         start = np.frombuffer(whole, np.uint8).ctypes.data
-        assert is_writable_memory(start, start + len(whole))
+        assert is_shared_memory(start, start + len(whole))
         with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ) as read_only:
             start = np.frombuffer(read_only, np.uint8).ctypes.data
-            assert not is_writable_memory(start, start + 1)
+            assert not is_shared_memory(start, start + 1)
     lines: list[str] = []
     monkeypatch.setattr(mappings, "open", lambda *_, **__: io.StringIO("".join(lines)), raising=False)
-    lines[:] = ["1000-2000 rw-s 00000000 00:01 7 /dev/shm/ucx\n", "2000-3000 rw-p 00000000 00:00 0\n"]
-    assert is_writable_memory(0x1800, 0x3000)
-    assert not is_writable_memory(0x1800, 0x3001), "nothing is there"
-    assert not is_writable_memory(0x800, 0x1800)
-    lines[1] = "2000-3000 rw-s 00000000 00:06 528 /dev/nvidiactl\n"
-    assert is_writable_memory(0x1800, 0x2000)
-    assert not is_writable_memory(0x1800, 0x2001), "a GPU's"
+    lines[:] = ["1000-2000 rw-s 00000000 00:01 7 /dev/shm/ucx\n", "2000-3000 rwxs 00001000 00:01 7 /dev/shm/ucx\n"]
+    assert is_shared_memory(0x1800, 0x3000)
+    assert not is_shared_memory(0x1800, 0x3001), "nothing is there"
+    assert not is_shared_memory(0x800, 0x1800)
+    for line, whose in {
+        "2000-3000 rw-s 00000000 00:06 528 /dev/nvidiactl\n": "a GPU's",
+        "2000-3000 rw-s 00000000 00:01 8 /SYSV00000000 (deleted)\n": "another segment's",
+        "2000-3000 rw-p 00000000 00:00 0\n": "this process's alone",
+    }.items():
+        lines[1] = line
+        assert is_shared_memory(0x1800, 0x2000)
+        assert not is_shared_memory(0x1800, 0x2001), whose
+    assert not is_shared_memory(0x2000, 0x3000)
 
 
 def test_a_mapped_file_whose_name_looks_like_the_end_of_a_line_is_one_line(tmp_path: pathlib.Path) -> None:
@@ -284,7 +308,7 @@ def test_a_mapped_file_whose_name_looks_like_the_end_of_a_line_is_one_line(tmp_p
     path.write_bytes(bytes(mmap.PAGESIZE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
         start = np.frombuffer(mapped, np.uint8).ctypes.data
-        assert is_writable_memory(start, start + 1)
+        assert is_shared_memory(start, start + 1)
         assert mapping_kind(start) == "shared"
         assert mapping_kind(2**64 - 1) == "private", "which is behind all lines"
 
