@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from hurray_rdma.control.address import Address
 from hurray_rdma.control.client import ClientSession
@@ -56,11 +56,11 @@ class Channel(asyncio.BufferedProtocol):
         # A transport that is given no buffer allocates 256 KiB for each read, which takes longer than a small message.
         self._buffer = memoryview(bytearray(_READ_NBYTES))
         self._short_buffer = self._buffer[:_SHORT_NBYTES]
-        self._early = b""
-        """What TLS brought before it said that it was set up."""
         self._room: asyncio.Future[None] | None = None
         """While the peer does not keep up: done as soon as it does, or the session is closed."""
         self._timer: asyncio.TimerHandle | None = None
+        self._ticks_at = 0.0
+        """When the timer does; uvloop's do not tell, where that is at once."""
         self._linger: asyncio.TimerHandle | None = None
         self._heard_end = False
         self._shutting = False
@@ -75,6 +75,11 @@ class Channel(asyncio.BufferedProtocol):
         """The time on the session's clock, seconds."""
         return self._loop.time()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection stands, TLS included; also when it has ended since."""
+        return self._transport is not None
+
     # What the transport says.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -83,8 +88,6 @@ class Channel(asyncio.BufferedProtocol):
         host, port = (transport.get_extra_info("peername") or self.peer_address)[:2]
         self.peer_address = Address(host, port)
         self.notify()
-        if self._early:
-            self.hear(self.session.receive(self._early, self.now))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         # A peer that says nothing but short messages has no more of a turn of the loop than this.
@@ -93,9 +96,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         data = bytes(self._buffer[:nbytes])  # A copy: messages keep views.
-        if self._transport is None:
-            self._early += data
-        elif not self.session.is_closed:  # Else the peer said it before it heard our last words.
+        if not self.session.is_closed:  # Else the peer said it before it heard our last words.
             self.hear(self.session.receive(data, self._loop.time()))
 
     def eof_received(self) -> None:
@@ -221,11 +222,11 @@ class Channel(asyncio.BufferedProtocol):
 
     def _set_timer(self) -> None:
         when = self.session.take_timeout()
-        if when is None or (self._timer is not None and self._timer.when() <= when):
+        if when is None or (self._timer is not None and self._ticks_at <= when):
             return  # A timer that fires early only looks again; most timeouts are put off by every word of the peer.
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._tick)
+        self._timer, self._ticks_at = self._loop.call_at(when, self._tick), when
 
     def _tick(self) -> None:
         self._timer = None
@@ -315,15 +316,14 @@ def _is_literal(host: str) -> bool:
 async def _connect(
     make_channel: Callable[[], Channel], address: Address, ssl_context: ssl.SSLContext | None, hostname: str | None
 ) -> Channel:
+    loop = asyncio.get_running_loop()
+    # Only names have several addresses to race; cancelled in a race, asyncio leaves a connected socket open. Loops that
+    # are not asyncio's own, as uvloop, know no races, and try the addresses in turn.
+    races = isinstance(loop, asyncio.BaseEventLoop) and not _is_literal(address.host)
+    options: dict[str, Any] = {"happy_eyeballs_delay": 0.25} if races else {}
     try:
-        _, channel = await asyncio.get_running_loop().create_connection(
-            make_channel,
-            address.host,
-            address.port,
-            ssl=ssl_context,
-            server_hostname=hostname,
-            # Only names have several addresses to race; cancelled in a race, asyncio leaves a connected socket open.
-            happy_eyeballs_delay=None if _is_literal(address.host) else 0.25,
+        _, channel = await loop.create_connection(
+            make_channel, address.host, address.port, ssl=ssl_context, server_hostname=hostname, **options
         )
     except TimeoutError:
         raise

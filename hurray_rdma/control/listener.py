@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
-from typing import TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 from hurray_rdma.control.address import Address
 from hurray_rdma.control.channel import Channel, EventHandler
@@ -25,6 +26,10 @@ __all__ = ["ExposedError", "Listener", "check_listen", "serve"]
 
 _log = logging.getLogger(__name__)
 
+_BACKLOG = 100
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SHORTAGE_S = 1.0
+"""How long nobody is accepted after one of them."""
 
 AddressFor: TypeAlias = Callable[[ServerSession, bytes], Awaitable[bytes]]
 
@@ -49,12 +54,13 @@ class Listener:
         self._address_for = address_for
         self._ssl_context = ssl_context
         self._max_unauthenticated = max_unauthenticated
-        self._unauthenticated: dict[asyncio.Transport, asyncio.Task[None]] = {}
-        self._entering: dict[asyncio.Transport, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._sockets: list[socket.socket] = []
+        self._unauthenticated: dict[Channel, asyncio.Task[None]] = {}
+        self._entering: dict[Channel, asyncio.Task[None]] = {}
         """Connections that have shown their token, and wait for what the session needs to be open."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._admissions: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
         self.addresses: tuple[Address, ...] = ()
         """Where it listens, with the ports the system gave."""
 
@@ -68,66 +74,83 @@ class Listener:
         """Connections that have not shown yet that they may stay."""
         return len(self._unauthenticated)
 
-    async def _listen(self, address: Address, hosts: list[str]) -> None:
-        self._server = await _open(address, hosts, self._accept)
-        self.addresses = tuple(Address(*s.getsockname()[:2]) for s in self._server.sockets)
+    def _listen(self, sockets: list[socket.socket]) -> None:
+        self._sockets = sockets
+        self.addresses = tuple(Address(*each.getsockname()[:2]) for each in sockets)
+        for each in sockets:
+            self._loop.add_reader(each, self._accept, each)
 
     async def close(self) -> None:
         """Stop accepting, and cut connections that are not open yet; open channels stay. Idempotent."""
-        if self._server is not None:
-            self._server.close()
+        for each in self._sockets:
+            self._loop.remove_reader(each)
+            each.close()
+        self._sockets.clear()
         waiting = self._unauthenticated | self._entering
-        for transport in waiting:
-            transport.abort()
+        for channel, task in waiting.items():
+            self._cut(channel, task)
         if ending := {*waiting.values(), *self._admissions}:
             await asyncio.wait(ending)
 
-    def _accept(self, transport: asyncio.Transport) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(transport))
+    def _accept(self, listening: socket.socket) -> None:
+        """Somebody has connected, or many have."""
+        for _ in range(_BACKLOG):
+            try:
+                connection, address = listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    raise  # for the loop to tell
+                _log.error("no connection can be accepted for %s s: %s", _SHORTAGE_S, error.strerror)
+                self._loop.remove_reader(listening)  # else it is called again at once
+                self._loop.call_later(_SHORTAGE_S, self._accept_again, listening)
+                return
+            self._take(connection, Address(*address[:2]))
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def _take(self, connection: socket.socket, address: Address) -> None:
+        connection.setblocking(False)
+        channel = self._make_channel()
+        task = self._loop.create_task(self._run(connection, address, channel))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        self._unauthenticated[transport] = task
+        self._unauthenticated[channel] = task
+
+        def ended(_: asyncio.Task[None]) -> None:
+            connection.close()  # the transport has, but a task that was cut at once has made none
+            self._tasks.discard(task)
+            self._unauthenticated.pop(channel, None)
+            self._entering.pop(channel, None)
+
+        task.add_done_callback(ended)
         if len(self._unauthenticated) > self._max_unauthenticated:
             # The oldest goes: who means it takes milliseconds, so those that say nothing cannot keep others out.
             oldest = next(iter(self._unauthenticated))
-            del self._unauthenticated[oldest]
-            oldest.abort()
+            self._cut(oldest, self._unauthenticated.pop(oldest))
 
-    async def _run(self, transport: asyncio.Transport) -> None:
-        channel = self._make_channel(transport)
-        try:
-            if transport.is_closing() or not await self._hand_over(transport, channel):
-                transport.abort()
-            else:
-                await channel.wait_closed()
-        finally:
-            self._unauthenticated.pop(transport, None)
-            self._entering.pop(transport, None)
+    @staticmethod
+    def _cut(channel: Channel, task: asyncio.Task[None]) -> None:
+        if channel.is_connected:
+            channel.abort()  # which ends its task
+        else:
+            task.cancel()  # in the midst of TLS, at the latest
 
-    async def _hand_over(self, transport: asyncio.Transport, channel: Channel) -> bool:
-        """Let the channel speak, through TLS if that is asked for. False: that failed."""
-        if self._ssl_context is None:
-            transport.set_protocol(channel)
-            channel.connection_made(transport)
-            transport.resume_reading()
-            return True
-        # TLS starts only now, not in the server itself, so that connections in the midst of it are counted, too.
-        loop = asyncio.get_running_loop()
-        timeout_s = self._config.hello_timeout_s
+    async def _run(self, connection: socket.socket, address: Address, channel: Channel) -> None:
+        # Accepted here and not by a server of the loop, so that connections in the midst of TLS are counted, too.
+        tls, timeout_s = self._ssl_context, self._config.hello_timeout_s
         try:
-            secured = await loop.start_tls(
-                transport, channel, self._ssl_context, server_side=True, ssl_handshake_timeout=timeout_s
+            await self._loop.connect_accepted_socket(
+                lambda: channel, connection, ssl=tls, ssl_handshake_timeout=None if tls is None else timeout_s
             )
         except OSError as error:
-            why = str(error) or type(error).__name__
-            _log.info("connection from %s failed in TLS: %s", transport.get_extra_info("peername"), why)
-            return False
-        if secured is None:  # It was cut meanwhile.
-            return False
-        channel.connection_made(secured)
-        return True
+            _log.info("connection from %s failed in TLS: %s", address, str(error) or type(error).__name__)
+        else:
+            await channel.wait_closed()
 
-    def _make_channel(self, transport: asyncio.Transport) -> Channel:
+    def _make_channel(self) -> Channel:
         handler: EventHandler | None = None
 
         def hear(event: Event) -> None:
@@ -136,20 +159,20 @@ class Listener:
                 handler(event)
             elif isinstance(event, Introduced):
                 # It has shown its token: strangers must not push it out while a worker is made for it.
-                if (task := self._unauthenticated.pop(transport, None)) is not None:  # None: it has been cut already
-                    self._entering[transport] = task
-                admission = asyncio.get_running_loop().create_task(self._admit(session, channel, event.host_id))
+                if (task := self._unauthenticated.pop(channel, None)) is not None:  # None: it has been cut already
+                    self._entering[channel] = task
+                admission = self._loop.create_task(self._admit(session, channel, event.host_id))
                 self._admissions.add(admission)
                 admission.add_done_callback(self._admissions.discard)
             elif isinstance(event, SessionOpened):
-                self._unauthenticated.pop(transport, None)
-                self._entering.pop(transport, None)
+                self._unauthenticated.pop(channel, None)
+                self._entering.pop(channel, None)
                 handler = self._on_session(channel)
                 handler(event)
             elif isinstance(event, SessionClosed):
-                _log.info("connection from %s refused: %s", channel.peer_address, event.error)
+                _log.info("connection from %s refused: %s", channel.peer_address, event.error or "it was cut")
 
-        session = ServerSession(self._config, now=asyncio.get_running_loop().time())
+        session = ServerSession(self._config, now=self._loop.time())
         channel = Channel(session, hear)
         return channel
 
@@ -160,18 +183,6 @@ class Listener:
         except HurrayError as error:
             events = session.turn_away(error)
         channel.hear(events)
-
-
-class _Door(asyncio.Protocol):
-    """Tells of a new connection, from which nothing is read until somebody takes it over."""
-
-    def __init__(self, accept: Callable[[asyncio.Transport], None]) -> None:
-        self._accept = accept
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        plain = cast("asyncio.Transport", transport)
-        plain.pause_reading()
-        self._accept(plain)
 
 
 async def serve(
@@ -205,11 +216,11 @@ async def serve(
         ConfigError: the address cannot be listened on, or would be open to everyone.
     """
     address = Address(host, port)
-    hosts = await _allowed_hosts(address, config.token, ssl_context, allow_unauthenticated=allow_unauthenticated)
-    if config.token and ssl_context is None and not all(ip_address(h).is_loopback for h in hosts):
+    places = await _allowed(address, config.token, ssl_context, allow_unauthenticated=allow_unauthenticated)
+    if config.token and ssl_context is None and not all(map(_is_loopback, places)):
         _log.warning("tokens cross the network in clear to %s: nobody but TLS keeps them secret", address)
     listener = Listener(config, on_session, address_for, ssl_context, max_unauthenticated)
-    await listener._listen(address, hosts)
+    listener._listen(_open(address, places))
     return listener
 
 
@@ -225,32 +236,50 @@ async def check_listen(host: str, port: int, *, token: str | None, ssl_context: 
         ConfigError: it cannot be listened on.
     """
     address = Address(host, port)
-    hosts = await _allowed_hosts(address, token, ssl_context, allow_unauthenticated=False)
-    server = await _open(address, hosts, asyncio.Transport.abort)
-    server.close()
+    for each in _open(address, await _allowed(address, token, ssl_context, allow_unauthenticated=False)):
+        each.close()
 
 
-async def _allowed_hosts(
+class _Place(NamedTuple):
+    family: socket.AddressFamily
+    sockaddr: tuple[Any, ...]
+
+
+def _is_loopback(place: _Place) -> bool:
+    return ip_address(place.sockaddr[0]).is_loopback
+
+
+async def _allowed(
     address: Address, token: str | None, ssl_context: ssl.SSLContext | None, *, allow_unauthenticated: bool
-) -> list[str]:
-    hosts = await _resolve(address)
+) -> list[_Place]:
+    """Where to listen for it."""
+    places = await _resolve(address)
     asks_certificate = ssl_context is not None and ssl_context.verify_mode is ssl.CERT_REQUIRED
     # Tenants' tokens alone keep nobody out: without one of the engine's own, who sends none is let in.
     is_open = not (token or asks_certificate or allow_unauthenticated)
-    if is_open and not all(ip_address(h).is_loopback for h in hosts):
+    if is_open and not all(map(_is_loopback, places)):
         raise ExposedError(
             "anyone who reaches this address could write into the pools: no token and no client certificates are set",
             field="listen",
             value=str(address),
             fix="Set a token, ask for client certificates, listen on 127.0.0.1, or pass allow_unauthenticated=True",
         )
-    return hosts[:1] if address.port == 0 else hosts
+    return places[:1] if address.port == 0 else places
 
 
-async def _open(address: Address, hosts: list[str], accept: Callable[[asyncio.Transport], None]) -> asyncio.Server:
+async def _resolve(address: Address) -> list[_Place]:
     loop = asyncio.get_running_loop()
     try:
-        return await loop.create_server(lambda: _Door(accept), hosts, address.port)
+        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        rule = f"the name cannot be resolved: {error.strerror or error}"
+        raise ConfigError(rule, field="listen", value=str(address)) from error
+    return list(dict.fromkeys(_Place(info[0], info[4]) for info in infos))
+
+
+def _open(address: Address, places: list[_Place]) -> list[socket.socket]:
+    try:
+        return _bound(places)
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         raise ConfigError(
@@ -261,10 +290,21 @@ async def _open(address: Address, hosts: list[str], accept: Callable[[asyncio.Tr
         ) from error
 
 
-async def _resolve(address: Address) -> list[str]:
+def _bound(places: list[_Place]) -> list[socket.socket]:
+    sockets: list[socket.socket] = []
     try:
-        infos = await asyncio.get_running_loop().getaddrinfo(address.host, address.port)
-    except OSError as error:
-        rule = f"the name cannot be resolved: {error.strerror or error}"
-        raise ConfigError(rule, field="listen", value=str(address)) from error
-    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+        for place in places:
+            try:
+                each = socket.create_server(place.sockaddr, family=place.family, backlog=_BACKLOG)
+            except OSError as error:
+                # A name may have addresses of a family that this system lacks.
+                if error.errno != errno.EAFNOSUPPORT or (place is places[-1] and not sockets):
+                    raise
+            else:
+                each.setblocking(False)
+                sockets.append(each)
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
