@@ -114,6 +114,8 @@ class Listener:
 
     def _take(self, connection: socket.socket, address: Address) -> None:
         connection.setblocking(False)
+        # Short words go out at once; asyncio sees to that only where a socket was made for TCP by its number.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = self._make_channel()
         task = self._loop.create_task(self._run(connection, address, channel))
         self._tasks.add(task)

@@ -161,7 +161,7 @@ def _receive(connection: Connection, lane: Lane, ahead_pages: int) -> None:
 def _footprint(engine: Engine) -> Footprint:
     stats = engine.stats()
     memory = Path("/proc/self/smaps_rollup").read_text().partition("Anonymous:")[2].split()
-    in_pool = [thread for thread in threading.enumerate() if thread.name.startswith("asyncio_")]
+    in_pool = [thread for thread in threading.enumerate() if thread.name.startswith(("asyncio_", "uvloop_"))]
     return Footprint(
         anonymous_nbytes=int(memory[0]) * 1024,
         num_files=len(os.listdir("/proc/self/fd")),

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from hurray_rdma.testing.loops import take_event_loop
+
 __all__ = ["Child", "ChildFailedError"]
 
 _PRELOADED = [
@@ -139,6 +141,7 @@ def _run(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    take_event_loop()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, deadline_s)
     try:

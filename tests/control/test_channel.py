@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import gc
+import os
+import resource
 import socket
 import ssl
 import warnings
@@ -55,7 +57,7 @@ from hurray_rdma.errors import (
 
 MakeConfig = Callable[..., SessionConfig]
 TLS = Path(__file__).parent / "tls"
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.both_loops]
 
 
 class Peer:
@@ -482,6 +484,36 @@ def test_idle_connections_do_not_keep_others_out(tls: bool, make_config: MakeCon
     run(main())
 
 
+def test_a_process_out_of_files_accepts_again_once_it_has_some(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr("hurray_rdma.control.listener._SHORTAGE_S", 0.05)
+        receivers = Receivers()
+        listener = await serve("127.0.0.1", 0, make_config("decode"), on_session=receivers)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as client:
+            first_free = os.dup(0)
+            os.close(first_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
+            try:
+                client.connect(("127.0.0.1", listener.port))
+                client.sendall(_hello_at_once())
+                await asyncio.sleep(0.2)
+                told = [record.getMessage() for record in caplog.records]
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert told
+            assert set(told) == {"no connection can be accepted for 0.05 s: Too many open files"}
+            assert len(told) < 6
+            receiver = await receivers.next()
+        await receiver.channel.wait_closed()
+        await listener.close()
+        await alone()
+
+    run(main())
+
+
 def test_strangers_push_out_nobody_who_waits_for_its_worker(make_config: MakeConfig) -> None:
     """Those that have shown their token wait for as long as their UCX workers take; strangers are bounded still."""
 
@@ -596,6 +628,32 @@ def test_a_peer_that_is_stuck_is_noticed_within_its_timeout(make_config: MakeCon
             assert isinstance(closed, SessionClosed)
             assert isinstance(closed.error, PeerLostError)
             receiver.channel.abort()
+
+    run(main())
+
+
+def test_short_words_are_not_held_back_on_either_side(make_config: MakeConfig) -> None:
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as sides:
+            for side in sides:
+                connection = side.channel._transport.get_extra_info("socket")
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+    run(main())
+
+
+def test_what_is_due_at_once_is_done_at_once(make_config: MakeConfig, make_offer: Callable[..., Offer]) -> None:
+    async def main() -> None:
+        async with joined(make_config("decode"), make_config("prefill")) as (sender, _):
+            session, now = sender.channel.session, sender.channel.now
+            assert isinstance(session, ClientSession)
+            for timeout_s in (0.0, -1.0):  # the timer of the first has not gone off when that of the second is set
+                session.offer(make_offer(), now=now, timeout_s=timeout_s)
+                sender.channel.notify()
+            for _ in range(2):
+                refused = await sender.next(Refused)
+                assert isinstance(refused, Refused)
+                assert isinstance(refused.error, DeadlineExceededError)
 
     run(main())
 
@@ -801,7 +859,7 @@ async def _tls_and_then_at_once(reader: asyncio.StreamReader, writer: asyncio.St
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_a_client_that_says_all_at_once_is_heard(tls: bool, make_config: MakeConfig) -> None:
-    """With TLS its words come before asyncio says that TLS is set up."""
+    """With TLS its words come along with the end of the set-up."""
 
     async def main() -> None:
         receivers = Receivers()

@@ -47,6 +47,8 @@ from tests.hazards.scenes import (
     snapshot_of,
 )
 
+pytestmark = pytest.mark.both_loops
+
 # One message each way.
 
 

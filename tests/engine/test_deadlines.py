@@ -13,6 +13,8 @@ import pytest
 from hurray_rdma.engine.deadlines import Deadlines
 from tests.hazards.scenes import eventually
 
+pytestmark = pytest.mark.both_loops
+
 FAR_S = 3600.0
 
 

@@ -15,6 +15,8 @@ from hurray_rdma.transport import Context
 from tests.engine.test_fallback import RECEIVER, SENDER
 from tests.hazards.scenes import LANES, SPEC, connected, digest, fill, make_pool, receiver, run, settled, snapshot_of
 
+pytestmark = pytest.mark.both_loops
+
 FILES = Path(__file__).parents[1] / "control" / "tls"
 CA, SERVER, CLIENT = FILES / "ca.pem", FILES / "server.pem", FILES / "client.pem"
 EXPIRED, EXPIRED_CLIENT = FILES / "expired.pem", FILES / "expired-client.pem"

@@ -9,6 +9,8 @@ import pytest
 
 from hurray_rdma.engine.moment import Moment
 
+pytestmark = pytest.mark.both_loops
+
 
 def run(story: Callable[[Moment], Awaitable[None]]) -> None:
     async def main() -> None:

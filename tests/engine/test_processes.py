@@ -16,6 +16,8 @@ from hurray_rdma.engine import processes
 from hurray_rdma.engine.processes import ProcessWatch, process_id
 from hurray_rdma.engine.reach import Reach, reach_of
 
+pytestmark = pytest.mark.both_loops
+
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:

@@ -21,6 +21,8 @@ from tests.engine import test_unlike as unlike
 from tests.engine.test_fallback import INT8, MLA, RECEIVER, SENDER, SEQ_LENS, SPEC, TABLES
 from tests.hazards.scenes import counts, run, settled
 
+pytestmark = pytest.mark.both_loops
+
 
 @pytest.fixture(scope="module")
 def context() -> Context:

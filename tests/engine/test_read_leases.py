@@ -4,7 +4,6 @@ back when they do not."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -201,9 +200,9 @@ def test_fetches_that_end_while_they_wait_leave_nothing_behind() -> None:
 
 
 def num_timers() -> int:
-    """Of publishing that will go off."""
-    loop: Any = asyncio.get_running_loop()
-    return sum(not each.cancelled() and "publishing" in repr(each) for each in loop._scheduled)
+    """Of publishing that will go off; none are known where the loop is not asyncio's own."""
+    scheduled: list[asyncio.TimerHandle] = getattr(asyncio.get_running_loop(), "_scheduled", [])
+    return sum(not each.cancelled() and "publishing" in repr(each) for each in scheduled)
 
 
 def test_who_waits_hears_that_it_will_not_come() -> None:

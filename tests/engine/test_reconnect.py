@@ -30,6 +30,8 @@ from tests.hazards.scenes import (
     snapshot_of,
 )
 
+pytestmark = pytest.mark.both_loops
+
 
 class Wire:
     """A relay to an address, which can be cut."""

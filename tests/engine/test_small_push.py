@@ -15,6 +15,8 @@ from hurray_rdma.engine.exchange import INLINE_NBYTES, Exchange
 from hurray_rdma.engine.small_push import SmallPush
 from tests.hazards.scenes import SPEC, counts, digest, eventually, fill, make_pool, run, settled, snapshot_of
 
+pytestmark = pytest.mark.both_loops
+
 LARGE = CacheSpec(
     num_layers=4, num_heads=8, head_dim=128, page_size=32, dtype="bfloat16"
 )  # 512 KiB of a page's tensors

@@ -108,6 +108,7 @@ def test_every_token_is_pushed(source: CacheSpec, dest: CacheSpec, zero_tails: b
         child.send("end")
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("ahead_pages", [0, 64])
 def test_layers_in_any_order_and_many_at_once_from_several_senders(ahead_pages: int, context: Context) -> None:
     async def job() -> None:
@@ -176,6 +177,7 @@ def publisher(connection: Connection, num_pages: int) -> None:
     asyncio.run(job())
 
 
+@pytest.mark.both_loops
 def test_a_snapshot_is_pulled(context: Context) -> None:
     async def job() -> None:
         with Child(publisher, NUM_LARGE) as child, make_pool(LARGE, NUM_LARGE, "caller's", context=context) as pool:
@@ -256,6 +258,7 @@ class Cutter:
             assert not thread.is_alive()
 
 
+@pytest.mark.both_loops
 def test_a_stream_that_is_cut_half_way_fails_its_transfer_and_the_next_one_connects_anew(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +288,7 @@ def test_a_stream_that_is_cut_half_way_fails_its_transfer_and_the_next_one_conne
     cutter.join()
 
 
+@pytest.mark.both_loops
 def test_a_stream_that_was_cut_while_it_lay_idle_costs_no_transfer(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +443,7 @@ def test_a_sender_is_held_to_the_pages_it_was_granted(caplog: pytest.LogCaptureF
     assert [text for text in caplog.messages if "not inside pages that it may use" in text]
 
 
+@pytest.mark.both_loops
 @pytest.mark.parametrize("how", ["aborted by the sender", "aborted here", "complete", "session lost"])
 def test_nothing_lands_once_the_transfer_is_over(how: str) -> None:
     async def job() -> None:
@@ -501,6 +506,7 @@ def test_published_pages_are_not_to_be_written() -> None:
     run(job())
 
 
+@pytest.mark.both_loops
 def test_an_engine_leaves_no_thread_and_no_socket_behind() -> None:
     async def job() -> None:
         with make_pool(SPEC, 16) as pool:
@@ -514,6 +520,7 @@ def test_an_engine_leaves_no_thread_and_no_socket_behind() -> None:
     run(job())
 
 
+@pytest.mark.both_loops
 def test_a_transfer_that_is_aborted_leaves_the_stream_to_others(context: Context) -> None:
     async def job() -> None:
         settings = {"lane": "tcp", "spec": LARGE, "num_pages": 2 * NUM_LARGE}

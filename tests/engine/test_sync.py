@@ -217,6 +217,7 @@ def test_methods_have_the_same_arguments(name: str) -> None:
 # Transfers.
 
 
+@pytest.mark.both_loops
 def test_every_byte_arrives_by_every_call() -> None:
     with scene(16) as there, connected(there, name="prefill") as (engine, peer):
         assert (peer.connected, peer.path, peer.lanes is not None) == (True, "mapped", True)
@@ -248,6 +249,7 @@ def test_every_byte_arrives_by_every_call() -> None:
         assert engine.stats().send.num_transfers == 3
 
 
+@pytest.mark.both_loops
 def test_every_byte_is_fetched() -> None:
     with scene(16) as there, connected(there) as (_, peer):
         published = there.tell(("publish", "req-19", [[5, 6, 1], [5, 6, 2]], [12, 10]))
@@ -263,6 +265,7 @@ def test_every_byte_is_fetched() -> None:
             peer.fetch("req-19")
 
 
+@pytest.mark.both_loops
 def test_eight_threads_send_through_one_peer() -> None:
     with scene(64) as there, connected(there) as (_, peer), ThreadPoolExecutor(8) as threads:
         snapshots = {f"{n}": there.snapshot([[n, n + 20, n + 40], [n]], [11, 3]) for n in range(8)}
@@ -372,6 +375,7 @@ def test_what_waits_is_refused_on_the_engines_own_thread() -> None:
 # Ends in the middle.
 
 
+@pytest.mark.both_loops
 def test_closing_while_calls_run_ends_each_with_a_typed_error() -> None:
     with scene(4) as there, ThreadPoolExecutor(8) as threads:
         engine = Engine(there.pool, listen="127.0.0.1:0", timeout_s=20)
@@ -493,6 +497,7 @@ def test_either_side_aborts() -> None:
         assert pool.allocator.accounts().free == 4
 
 
+@pytest.mark.both_loops
 def test_a_cancelled_future_is_done_when_the_transfer_has_ended() -> None:
     with scene(4) as there, connected(there) as (engine, peer):
         with full(there, peer):

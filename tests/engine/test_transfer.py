@@ -28,6 +28,8 @@ from hurray_rdma import (
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, default_context
 
+pytestmark = pytest.mark.both_loops
+
 SPEC = CacheSpec(num_layers=3, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16")
 TABLES = [[7, 3, 9], [7, 3, 2], [11], [], [12, 13, 14, 15, 40]]
 SEQ_LENS = [12, 9, 1, 0, 13]  # sequence 4 has a page allocated ahead: 40 never travels
@@ -272,6 +274,7 @@ def greedy_receiver(connection: Connection, spec: CacheSpec, num_pages: int) -> 
                 first.release()
                 second = await anext(arrivals)
                 second.abort("not today")
+                connection.send("aborted")
                 with pytest.raises(TransferAbortedError):
                     await second.snapshot()
                 third = await anext(arrivals)
@@ -293,7 +296,13 @@ def test_full_pool_makes_an_offer_wait_until_its_deadline_or_a_release() -> None
             assert await asyncio.to_thread(child.receive) == "holding"
             with pytest.raises(DeadlineExceededError):
                 await peer.send(four, timeout_s=0.3)
-            waiting = asyncio.create_task(peer.send(four, key="second"))
+
+            async def second() -> None:
+                async with peer.begin(four, key="second") as transfer:
+                    assert await asyncio.to_thread(child.receive) == "aborted"  # else it may be complete before that
+                    await transfer.send_rest()
+
+            waiting = asyncio.create_task(second())
             third = asyncio.create_task(peer.send(four, key="third"))
             await asyncio.sleep(0.05)  # both are offered; neither can be granted before the release below
             assert not waiting.done()

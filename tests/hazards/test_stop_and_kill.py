@@ -41,6 +41,8 @@ from tests.hazards.scenes import (
     stopped,
 )
 
+pytestmark = pytest.mark.both_loops
+
 BIG = CacheSpec(num_layers=2, num_heads=8, head_dim=128, page_size=16, dtype="bfloat16")  # pages of 32 KiB
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from hurray_rdma.cache import PagePool
 from hurray_rdma.testing.chaos.words import COMMANDS, SIZES, Command, End, Failed, Lane, Report, Size, Status, Tell
+from hurray_rdma.testing.loops import take_event_loop
 from hurray_rdma.transport import default_context
 
 __all__ = ["HANG_AFTER_S", "ChaosChild", "make_pool", "run_child"]
@@ -128,6 +129,7 @@ def run_child(make: type[ChaosChild], deadline_s: float, pool: PagePool, *argume
     """The process's main: ``make(pool, *arguments)`` serves; it dies at the deadline."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    take_event_loop()
 
     async def main() -> None:
         child = make(pool, *arguments)
