@@ -79,6 +79,7 @@ class SmallPush(Exchange[Grant | None]):
             self._route.register(transfer_id, self)
             self._route.notify()
             self._pages = pages_of(snapshot)  # while the peer looks at the offer
+            self._num_pages = len(self._pages)
             grant = await self._wait(self._answer, "a grant")
             if grant is not None:
                 await self._write(grant)
@@ -136,7 +137,6 @@ class SmallPush(Exchange[Grant | None]):
 
     def _takes_all(self, grant: Grant) -> bool:
         """Whether every page travels, to the one of its place in the grant."""
-        self._num_pages = len(self._pages)
         return len(grant.page_ids) == self._num_pages and not (len(grant.resident) and grant.resident.any())
 
     async def _write(self, grant: Grant) -> None:

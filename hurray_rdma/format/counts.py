@@ -65,7 +65,7 @@ class DescriptorForm:
     layer alone.
 
     Args:
-        first: one of them, whatever its role, layer and counts.
+        first: one of them, whatever its role, layer and counts; `encode` is right only if `counts_of` tells of it.
         marks: of each tensor, in order, as of `mark_tensors`.
     """
 
