@@ -9,16 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hurray_rdma.cache import CacheSpec, PoolLayout
+from hurray_rdma.cache import CacheSpec, Part, PoolLayout, Segment, page_nbytes_of, parts_of
 from hurray_rdma.plan import WholePages
 from tests.plan.test_transfer import LLAMA, dense, plan_of
 
+SMALL: dict[str, Any] = {"num_layers": 3, "num_heads": 3, "head_dim": 8, "page_size": 4, "dtype": "int8"}
 SRC_PAGES, DST_PAGES = [4, 5, 0, 8], [2, 9, 1, 7]
 
 
 def bytes_moved(pieces: Iterable[tuple[int, int, int]]) -> dict[int, int]:
-    """The source byte that comes to each destination byte, in steps of 64."""
-    return {dst + step: src + step for src, dst, nbytes in pieces for step in range(0, nbytes, 64)}
+    """The source byte that comes to each destination byte."""
+    return {dst + step: src + step for src, dst, nbytes in pieces for step in range(nbytes)}
+
+
+def with_scales(spec: CacheSpec, num_pages: int) -> PoolLayout:
+    """All parts of all layers, one after the other."""
+    row, segments, at = spec.row_nbytes, [], 0
+    pages = (row, spec.page_size * row) if spec.order == "HND" else (spec.num_heads * row, row)
+    for _ in spec.tensors:
+        for part in parts_of(spec):
+            nbytes = page_nbytes_of(spec, part)
+            token = nbytes // spec.page_size
+            segments.append(Segment(0, at, nbytes, *(pages if part is Part.PAGES else (token, token))))
+            at += num_pages * nbytes
+    return PoolLayout(spec=spec, num_pages=num_pages, segments=tuple(segments))
 
 
 def planned(source: PoolLayout, dest: PoolLayout) -> dict[int, int]:
@@ -39,15 +53,26 @@ def by_places(whole: WholePages) -> dict[int, int]:
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"order": "HND"}, {"num_layers": 1}])
-def test_places_move_what_a_plan_moves(changes: dict[str, Any]) -> None:
-    spec = CacheSpec(**(LLAMA | changes))
-    source, dest = dense(spec, 10), dense(spec, 12)
+@pytest.mark.parametrize(
+    ("changes", "page_nbytes"),
+    [
+        ({}, 6 * 96),
+        ({"order": "HND"}, 6 * 96),
+        ({"num_layers": 1, "roles": ("fused",)}, 96),
+        ({"scale_dtype": "float32", "zero_points": True}, 6 * (96 + 4 * 4 + 4 * 4)),
+        ({"scale_dtype": "float16", "order": "HND"}, 6 * (96 + 4 * 2)),
+    ],
+)
+def test_places_move_what_a_plan_moves(changes: dict[str, Any], page_nbytes: int) -> None:
+    spec = CacheSpec(**(SMALL | changes))
+    source, dest = with_scales(spec, 10), with_scales(spec, 12)
     whole = WholePages.between(source, dest)
     assert whole is not None
     assert whole.places.dtype == np.uint64
-    assert whole.page_nbytes == spec.page_nbytes * len(spec.tensors)
-    assert by_places(whole) == planned(source, dest)
+    assert whole.page_nbytes == page_nbytes
+    moved = by_places(whole)
+    assert len(moved) == len(SRC_PAGES) * page_nbytes
+    assert moved == planned(source, dest)
 
 
 def test_pools_whose_pages_differ_have_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hurray_rdma.errors import GeometryError
+from hurray_rdma.errors import DeadlineExceededError, GeometryError, RegistrationError, TransportError
 from hurray_rdma.transport import Context, Path, Region, RemoteMemory, StopFlag
 
 NBYTES = 1 << 16
@@ -18,6 +19,12 @@ LONG_S = 30.0
 
 @pytest.fixture(scope="module")
 def sides() -> Iterator[tuple[Region, Region, RemoteMemory]]:
+    with opened() as sides:
+        yield sides
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[tuple[Region, Region, RemoteMemory]]:
     context = Context()
     worker, source, dest = context.open_worker(), context.allocate(NBYTES), context.allocate(NBYTES)
     source.array()[:] = np.random.default_rng(1).integers(0, 256, NBYTES, np.uint8)
@@ -32,13 +39,17 @@ def sides() -> Iterator[tuple[Region, Region, RemoteMemory]]:
 
 
 def write(
-    sides: tuple[Region, Region, RemoteMemory], places: list[list[int]], rows: list[list[int]]
+    sides: tuple[Region, Region, RemoteMemory],
+    places: list[list[int]],
+    rows: list[list[int]],
+    *,
+    timeout_s: float = LONG_S,
 ) -> tuple[int, int]:
     source, _, memory = sides
     table = np.array(places, np.uint64).reshape(-1, 5)
     src_rows, dst_rows = np.array(rows, np.uint32).reshape(-1, 2).T.copy()
     moved = memory.write_rows(
-        source, places=table, src_rows=src_rows, dst_rows=dst_rows, stop=StopFlag(), timeout_s=LONG_S
+        source, places=table, src_rows=src_rows, dst_rows=dst_rows, stop=StopFlag(), timeout_s=timeout_s
     )
     return moved.num_operations, moved.nbytes
 
@@ -123,3 +134,20 @@ def test_the_last_byte_can_be_reached(sides: tuple[Region, Region, RemoteMemory]
     assert write(sides, [[0, 4096, 0, 4096, 4096]], [[15, 15]]) == (1, 4096)
     assert np.array_equal(dest.array()[-4096:], source.array()[-4096:])
     assert not dest.array()[:-4096].any()
+
+
+def test_nothing_is_written_without_time_nor_through_what_is_closed() -> None:
+    place, row = [[0, 4096, 0, 4096, 4096]], [[0, 1]]
+    with opened() as (source, dest, memory):
+        sides = source, dest, memory
+        with pytest.raises(DeadlineExceededError):
+            write(sides, place, row, timeout_s=0)
+        source.close()
+        with pytest.raises(RegistrationError, match="closed"):
+            write(sides, place, row)
+        memory.close()
+        other = dest.context.allocate(NBYTES)
+        with pytest.raises(TransportError, match="closed"):
+            write((other, dest, memory), place, row)
+        assert not dest.array().any()
+        other.close()
