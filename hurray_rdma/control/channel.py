@@ -230,7 +230,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def _tick(self) -> None:
         self._timer = None
-        self.hear(self.session.handle_timeout(self.now))
+        # uvloop's timers and clock count milliseconds: its time has come, though the clock may not quite say so.
+        self.hear(self.session.handle_timeout(max(self.now, self._ticks_at)))
 
     # The end.
 

@@ -658,6 +658,31 @@ def test_what_is_due_at_once_is_done_at_once(make_config: MakeConfig, make_offer
     run(main())
 
 
+def test_a_clock_of_milliseconds_has_nobody_look_again_and_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As uvloop's is, whose timers may also go off a little early."""
+
+    async def main() -> None:
+        num_looks = 0
+        tick = Channel._tick
+
+        def counted(channel: Channel) -> None:
+            nonlocal num_looks
+            num_looks += 1
+            tick(channel)
+
+        monkeypatch.setattr(Channel, "_tick", counted)
+        lively = {"heartbeat_s": 0.0203, "peer_timeout_s": 20}
+        async with joined(make_config("decode", **lively), make_config("prefill", **lively)) as (sender, _):
+            begin = sender.channel.now
+            await asyncio.sleep(0.5)
+            num_heartbeats = 2 * (sender.channel.now - begin) / 0.0203
+        assert num_looks < 3 * num_heartbeats
+
+    run(main())
+
+
 def test_close_tells_this_side_none_and_the_other_side_peer_lost(make_config: MakeConfig) -> None:
     async def main() -> None:
         async with joined(make_config("decode"), make_config("prefill")) as (sender, receiver):
