@@ -47,18 +47,22 @@ BIG = CacheSpec(num_layers=2, num_heads=8, head_dim=128, page_size=16, dtype="bf
 
 
 def interrupt_writes(happens: Callable[[], None]) -> None:
-    """The next plan is written in two halves, with something between them; the second heeds no stop."""
-    write = RemoteMemory.write
+    """The next plan, or the next whole pages, are written in two halves, with something between them; the second heeds
+    no stop."""
+    write, write_rows = RemoteMemory.write, RemoteMemory.write_rows
 
-    def in_halves(self: RemoteMemory, src: Any, **plan: Any) -> Any:
-        RemoteMemory.write = write  # type: ignore[method-assign]
-        half = len(plan["lengths"]) // 2
-        columns = ("src_offsets", "dst_offsets", "lengths")
-        write(self, src, **plan | {name: plan[name][:half] for name in columns})
-        happens()
-        return write(self, src, **plan | {name: plan[name][half:] for name in columns} | {"stop": StopFlag()})
+    def in_halves(works: Callable[..., Any], columns: tuple[str, ...]) -> Callable[..., Any]:
+        def halved(self: RemoteMemory, src: Any, **plan: Any) -> Any:
+            RemoteMemory.write, RemoteMemory.write_rows = write, write_rows  # type: ignore[method-assign]
+            half = len(plan[columns[0]]) // 2
+            works(self, src, **plan | {name: plan[name][:half] for name in columns})
+            happens()
+            return works(self, src, **plan | {name: plan[name][half:] for name in columns} | {"stop": StopFlag()})
 
-    RemoteMemory.write = in_halves  # type: ignore[method-assign]
+        return halved
+
+    RemoteMemory.write = in_halves(write, ("src_offsets", "dst_offsets", "lengths"))  # type: ignore[method-assign]
+    RemoteMemory.write_rows = in_halves(write_rows, ("places",))  # type: ignore[method-assign]
 
 
 def halting_sender(connection: Connection, address: str, lane: str) -> None:
