@@ -140,7 +140,7 @@ def test_memory_of_a_dead_receiver_is_unmapped_at_its_senders() -> None:
                     assert shared_mappings() > before
                     child.signal(signal.SIGKILL)
                     await asyncio.to_thread(child.join)
-                await eventually(lambda: shared_mappings() <= before)  # fewer: garbage of earlier tests has gone meanwhile
+                await eventually(lambda: shared_mappings() == before)
                 assert not peer.connected
                 await peer.close()
 
