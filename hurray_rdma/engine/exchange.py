@@ -327,15 +327,14 @@ class Exchange(ABC, Generic[Answer]):
             page_ids: where each goes, uint32 ``[num_pages]``.
             bell: as of `RemoteMemory.write_rows`.
         """
-        left_s = self._left_s
-        with source.gate.moving(timeout_s=left_s):
+        with source.gate.moving(timeout_s=self._left_s):
             moved = self._remote.memories[0].write_rows(
                 source.regions[0],
                 places=whole.places,
                 src_rows=pages,
                 dst_rows=page_ids,
                 stop=self._stop,
-                timeout_s=left_s,
+                timeout_s=self._left_s,
                 bell=bell,
             )
         return Moves(moved.num_operations, moved.nbytes, moved.seconds)

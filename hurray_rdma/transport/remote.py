@@ -194,9 +194,11 @@ class RemoteMemory:
 
         Raises:
             GeometryError: a row, or the bell, lies outside either region; nothing was written.
+            TransportError: the path is another.
             HurrayError: as `write`.
         """
-        assert self.path_from(src.device) is Path.MAPPED
+        if self.path_from(src.device) is not Path.MAPPED:
+            raise TransportError("the remote region is not mapped: rows cannot be stored there")
         bell_address, token = 0, 0
         if bell is not None:
             bell_address, token = self._pointer + bell.offset_nbytes, bell.token

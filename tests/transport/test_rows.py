@@ -151,3 +151,18 @@ def test_nothing_is_written_without_time_nor_through_what_is_closed() -> None:
             write((other, dest, memory), place, row)
         assert not dest.array().any()
         other.close()
+
+
+def test_rows_go_nowhere_but_through_a_mapping() -> None:
+    context = Context()
+    worker, source = context.open_worker(), context.allocate(NBYTES)
+    dest = context.register(np.zeros(NBYTES, np.uint8))
+    endpoint = worker.connect(worker.address, timeout_s=LONG_S)
+    memory = endpoint.open_region(dest.remote())
+    assert memory.path is Path.PUT
+    with pytest.raises(TransportError, match="not mapped"):
+        write((source, dest, memory), [[0, 4096, 0, 4096, 4096]], [[0, 0]])
+    endpoint.close()
+    worker.close()
+    source.close()
+    dest.close()
