@@ -156,7 +156,8 @@ def test_nothing_is_written_without_time_nor_through_what_is_closed() -> None:
 def test_rows_go_nowhere_but_through_a_mapping() -> None:
     context = Context()
     worker, source = context.open_worker(), context.allocate(NBYTES)
-    dest = context.register(np.zeros(NBYTES, np.uint8))
+    pages = np.zeros(NBYTES, np.uint8)
+    dest = context.register(pages.ctypes.data, NBYTES, owner=pages)
     endpoint = worker.connect(worker.address, timeout_s=LONG_S)
     memory = endpoint.open_region(dest.remote())
     assert memory.path is Path.PUT
