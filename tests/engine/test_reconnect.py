@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
@@ -131,6 +132,7 @@ def test_memory_of_a_dead_receiver_is_unmapped_at_its_senders() -> None:
     async def job() -> None:
         with make_pool(SPEC, 16) as pool:
             async with Engine(pool, timeout_s=10) as engine:
+                gc.collect()  # what is left of earlier tests would go meanwhile
                 before = shared_mappings()
                 with Child(receiver, {}) as child:
                     peer = engine.connect(await asyncio.to_thread(child.receive))
