@@ -380,10 +380,13 @@ PRIVATE_DECODERS: dict[int, Callable[[memoryview], Message]] = {
 """Payload decoder of each private message type; each raises :class:`ProtocolError` and nothing else."""
 
 
-def _le(array: Uint32Array) -> memoryview:
-    # Always contiguous: the constructors see to it, or who makes a COMMIT. MessagePack takes its bytes, whatever its
-    # elements are.
-    return (array if _UINT32_LE.isnative else array.astype(_UINT32_LE)).data
+def _swapped(array: Uint32Array) -> memoryview:
+    return array.astype(_UINT32_LE).data
+
+
+_le: Callable[[Uint32Array], memoryview] = attrgetter("data") if _UINT32_LE.isnative else _swapped
+"""The bytes of an array, which MessagePack takes whatever its elements are. It is always contiguous: the constructors
+see to it, or who makes a COMMIT."""
 
 
 def _snapshot_values(snapshot: SnapshotFields) -> tuple[object, ...]:

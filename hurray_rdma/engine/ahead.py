@@ -21,7 +21,7 @@ from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
 from hurray_rdma.control import Commit, Grant, Prepare, Reserve
 from hurray_rdma.engine.compat import page_map_of, pages_nbytes, pages_of
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, retain
-from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
+from hurray_rdma.engine.mover import INLINE_NBYTES
 from hurray_rdma.engine.sayings import commit_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
@@ -87,18 +87,20 @@ class _AheadGrant(Exchange[Grant]):
         self._aborted = False
         self.remote = remote
         self.num_pages = num_pages
+        self.ready = False
+        """Whether the pages are there."""
+        self.over = False
+        """Whether it was refused or recalled, or given up."""
         self.bar: _Bar | None = None
         """On asking for others, once these are over."""
 
-    @property
-    def ready(self) -> bool:
-        """Whether the pages are there."""
-        return self._answer.done() and self._error is None
+    def answered(self, answer: Grant) -> None:
+        super().answered(answer)
+        self.ready = not self.over
 
-    @property
-    def over(self) -> bool:
-        """Whether it was refused or recalled."""
-        return self._error is not None
+    def fail(self, error: HurrayError) -> None:
+        self.ready, self.over = False, True
+        super().fail(error)
 
     def ask(self) -> None:
         """Asks for them; the answer comes when it comes."""
@@ -140,21 +142,23 @@ class _AheadGrant(Exchange[Grant]):
             grant = self._answer.result()
             page_ids = grant.page_ids[:num_pages]
             descriptors = pair.form.encode(snapshot.counts())
-            bell = None
-            work: Callable[[], Moves]
-            if pair.whole is not None and not isinstance(pages, PageMap):
-                if grant.bell_token and 0 < num_pages <= pair.max_rung and not source.gate.renewing:
-                    bell = Bell(grant.bell_offset_nbytes, grant.bell_token)
-                    self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
-                nbytes = num_pages * pair.whole.page_nbytes
-                work = partial(self._copy, source, pair.whole, pages, page_ids, bell)
-            else:
-                assert isinstance(pages, PageMap)
+            rings = False
+            if isinstance(pages, PageMap):
                 plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
-                nbytes, mover = plan.nbytes, self._mover_of(source, plan)
-                work = partial(mover.move, source.spec.layer_indices, lambda _: None)
-            self._committed = rings = bell is not None  # from when it may ring
-            await self._move(source, work, nbytes, rings=rings)
+                mover = self._mover_of(source, plan)
+                await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), plan.nbytes)
+            else:
+                assert pair.whole is not None
+                copy = partial(self._copy, source, pair.whole, pages, page_ids)
+                rings = grant.bell_token > 0 and 0 < num_pages <= pair.max_rung and not source.gate.renewing
+                if rings:
+                    self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
+                    self._committed = True  # from when it may ring
+                    # Here and now, also where a renewal has begun since, which it waits for: else the peer's
+                    # acknowledgement might come before the session knows what it is for.
+                    self._at_once(partial(copy, Bell(grant.bell_offset_nbytes, grant.bell_token)))
+                else:
+                    await self._move(source, copy, num_pages * pair.whole.page_nbytes)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             commit = commit_of(snapshot, key, descriptors=descriptors, kind=Commit)

@@ -274,22 +274,24 @@ class Exchange(ABC, Generic[Answer]):
         )
         return self._mover
 
-    async def _move(self, pool: PagePool, work: Callable[[], Moves], nbytes: int, *, rings: bool = False) -> None:
+    def _at_once(self, work: Callable[[], Moves]) -> None:
+        """Works here, which nothing interrupts."""
+        try:
+            self._moves.add(work())
+        except HurrayError as error:
+            self.fail(error)
+            raise self._error or error from error
+
+    async def _move(self, pool: PagePool, work: Callable[[], Moves], nbytes: int) -> None:
         """Works until the deadline: in a mover thread, or here where that is sooner done than handed over.
 
         Args:
             pool: of this process.
             work: moves pages out of it, or into it.
             nbytes: how many, about.
-            rings: it ends with a bell. It is done here, then, even if that waits for a renewal that has just begun:
-                else the peer's acknowledgement might come before the session knows what it is for.
         """
-        if rings or (nbytes <= INLINE_NBYTES and self._remote.path == _MAPPED and not pool.gate.renewing):
-            try:
-                self._moves.add(work())
-            except HurrayError as error:
-                self.fail(error)
-                raise self._error or error from error
+        if nbytes <= INLINE_NBYTES and self._remote.path == _MAPPED and not pool.gate.renewing:
+            self._at_once(work)
             return
         job = self._route.movers.submit(work)
         moving = asyncio.wrap_future(job)

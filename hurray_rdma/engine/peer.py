@@ -212,28 +212,29 @@ class Peer:
         name = key if key is not None else uuid.uuid4().hex
         check_context(snapshot.pool, self._surroundings.context)
         mark = None if stream is None else await marked(snapshot.pool, stream, timeout_s=budget_s)
-        connection, may_be_lost = self._connection, True
+        may_be_lost = True
         try:
             ready = mark is None or mark.has_passed()
         except TransportError as error:
             self._surroundings.tally.failed("send", error)
             raise
-        if ready and page_keys is None and connection is not None and not connection.lost:
-            if connection.opens_pools:
-                await connection.open_pools(started + budget_s)
-            if not connection.lost:
-                stats = await connection.ahead.send(
-                    snapshot, name, pool=pool, zero_tails=zero_tails, started=started, timeout_s=budget_s
-                )
-                if stats is not None:
+        connection = self._usable() if ready and page_keys is None else None
+        if connection is not None and connection.opens_pools:
+            await connection.open_pools(started + budget_s)
+            connection = self._usable()
+        if connection is not None:
+            stats = await connection.ahead.send(
+                snapshot, name, pool=pool, zero_tails=zero_tails, started=started, timeout_s=budget_s
+            )
+            if stats is not None:
+                return stats
+            push = None
+            if not zero_tails:
+                push = self._small_push(connection, snapshot, name, pool=pool, started=started, timeout_s=budget_s)
+            if push is not None:
+                if (stats := await push.send()) is not None:
                     return stats
-                push = None
-                if not zero_tails:
-                    push = self._small_push(connection, snapshot, name, pool=pool, started=started, timeout_s=budget_s)
-                if push is not None:
-                    if (stats := await push.send()) is not None:
-                        return stats
-                    may_be_lost = push.may_be_lost
+                may_be_lost = push.may_be_lost
         transfer = self.begin(
             snapshot,
             key=name,
@@ -247,6 +248,11 @@ class Peer:
         async with transfer:
             await transfer.send_rest()
         return transfer.stats
+
+    def _usable(self) -> Connection | None:
+        """The connection, unless there is none yet or it was lost."""
+        connection = self._connection
+        return None if connection is None or connection.lost else connection
 
     def _small_push(
         self, route: Connection, snapshot: Snapshot, key: str, *, pool: str | None, started: float, timeout_s: float
