@@ -130,7 +130,9 @@ def shapes(path: Path) -> list[tuple[int, int]]:
 
 def test_a_decode_worker_killed_in_the_middle_costs_no_request(trace: Path) -> None:
     largest = max(len(request["hash_ids"]) for request in lines_of(trace))
-    report = replayed(trace, settings(prefill=2, decode=2, decode_pages=largest + 200), kill_decode_at=NUM_PUBLIC // 3)
+    pace = {"speed": 1e6, "token_ms": 1e6}  # each is decoded for a while: whoever is killed has some under way
+    config = settings(run=pace, prefill=2, decode=2, decode_pages=largest + 200)
+    report = replayed(trace, config, kill_decode_at=NUM_PUBLIC // 3)
     assert report.num_delivered == NUM_PUBLIC
     assert report.num_again > 0
     first, other, second = report.lives
