@@ -54,10 +54,7 @@ def with_counts(data: bytes, counts: Counts, /) -> bytes:
         data: a descriptor of which `counts_of` has told.
         counts: what is to be in it.
     """
-    _, after_tokens, _, after_seqs, _, between, _ = _COUNTS.unpack_from(data, _TOTAL_TOKENS)
-    total_tokens, num_seqs, block_table, seq_ptr = counts
-    counted = _COUNTS.pack(total_tokens, after_tokens, num_seqs, after_seqs, block_table, between, seq_ptr)
-    return data[:_TOTAL_TOKENS] + counted + data[_AFTER_COUNTS:]
+    return DescriptorForm(data, (data[_MARK : _MARK + 1],)).encode(counts)  # its own role: no other mark changes
 
 
 class DescriptorForm:
