@@ -12,14 +12,16 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hurray_rdma.bench.messages import RanLayers, RunLayers
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.engine import Peer
 
-__all__ = ["run_layers", "unit_seconds"]
+__all__ = ["lost_seconds", "run_layers", "unit_seconds"]
 
 _UNITS_TIMED = 1000
 
@@ -83,8 +85,8 @@ async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanL
     sent_ns = np.zeros((num_layers, 2), np.int64)
     async with contextlib.AsyncExitStack() as ending:
         started_ns = time.monotonic_ns()
+        computing.start()  # before pages are asked for: a prefill worker does not wait for them either
         transfer = await ending.enter_async_context(peer.begin(snapshot, key="layers")) if request.transfer else None
-        computing.start()
         for layer in range(num_layers):
             await computing.wait(layer)
             if transfer is not None:
@@ -94,3 +96,23 @@ async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanL
     ended_ns = time.monotonic_ns()
     await asyncio.to_thread(computing.join)
     return RanLayers(started_ns, ended_ns, computing.times_ns, sent_ns)
+
+
+def lost_seconds(together: Sequence[RanLayers], alone: Sequence[RanLayers]) -> float:
+    """How much longer computing and sending take together than computing alone.
+
+    That is little beside what a machine's pace varies by from one moment to the next. So each layer is held against the
+    same one of the runs right before and after, the median of these is taken, and all layers are added up.
+
+    Args:
+        together: at least one.
+        alone: one before the first of these, and one after each.
+    """
+    both, own = np.array([*map(_steps_ns, together)]), np.array([*map(_steps_ns, alone)])
+    return float(np.median(both - (own[:-1] + own[1:]) / 2, axis=0).sum() / 1e9)
+
+
+def _steps_ns(ran: RanLayers) -> NDArray[np.int64]:
+    """How long until each layer was computed since the one before, and what came after the last,
+    ``[num_layers + 1]``."""
+    return np.diff(ran.computed_ns[:, 1], prepend=ran.started_ns, append=ran.ended_ns)

@@ -109,7 +109,7 @@ class OverlapRow:
     """The transfer alone, layer by layer."""
     together_s: Stat
     hidden: float
-    """Share of the transfer's time that the computing hides: (compute + transfer - together) / transfer, medians."""
+    """Share of the transfer's time that the computing hides: what `lost_seconds` tells is not."""
     possible: float
     """The same if nothing but the last layer's transfer were left over: 1 - 1 / num_layers."""
     timeline: tuple[LayerTimes, ...]

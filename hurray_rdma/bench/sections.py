@@ -21,7 +21,7 @@ from hurray_rdma.bench.config import (
     RunConfig,
     SweepConfig,
 )
-from hurray_rdma.bench.layers import unit_seconds
+from hurray_rdma.bench.layers import lost_seconds, unit_seconds
 from hurray_rdma.bench.machine import on_core, spare_core
 from hurray_rdma.bench.measured import Measured, Stat, cpu_seconds
 from hurray_rdma.bench.messages import Arrived, Party, RanLayers, RunLayers
@@ -77,6 +77,8 @@ _WARM_UP = 20
 _ENOUGH_ROUNDS = 3
 _SLOW_S = 2.0
 """Who takes longer for a transfer is measured in a few rounds only: some take a hundred times what others do."""
+_LAYER_RUNS = 5
+"""Of each in a round: together they take a second."""
 _ENGINE = frozenset({Party.HURRAY})
 _LATENCY_POOL_PAGES = 1024
 _SMALL_PARTIES = frozenset(Party) - {Party.MEMCPY, Party.STREAM, Party.MAPPED, Party.CMA, Party.UCX_PERFTEST}
@@ -232,8 +234,10 @@ def idle(rig: Rig, config: IdleConfig, run: RunConfig, step: Step) -> IdleRow:
 
 
 def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> OverlapRow:
-    """Computing alone, sending alone, and both together, in turns; where there are two cores, one computes and both
-    processes share the other."""
+    """Computing alone, sending alone, and both together, in turns, several times a round.
+
+    Where there are two cores, one computes and both processes share the other.
+    """
     step(f"{config.num_layers} layers of {config.layer_mib} MiB beside computing")
     core = spare_core()
     case = Case(
@@ -250,28 +254,27 @@ def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> Over
             # Computing has its core to itself: nobody's receiver takes turns with the sender's kernels.
             moved.enter_context(on_core(rig.pair.pids[1], rig.cores[0]))
         send = RunLayers(work=0, transfer=True, core=core)
-        layer_s = min(_seconds(rig.pair.measure_layers(send)[0]) for _ in range(3)) / config.num_layers
-        work = max(1, round(config.compute_ratio * layer_s / unit_seconds()))
+        sent_s = statistics.median(_seconds(rig.pair.measure_layers(send)[0]) for _ in range(_LAYER_RUNS))
+        work = max(1, round(config.compute_ratio * sent_s / config.num_layers / unit_seconds()))
         compute = RunLayers(work=work, transfer=False, core=core)
         both = RunLayers(work=work, transfer=True, core=core)
-        compute_s, transfer_s = [], []
+        alone, transfer_s = [rig.pair.measure_layers(compute)[0]], []
         together: list[tuple[RanLayers, Arrived]] = []
-        for _ in range(run.rounds):
+        for _ in range(run.rounds * _LAYER_RUNS):
             transfer_s.append(_seconds(rig.pair.measure_layers(send)[0]))
-            compute_s.append(_seconds(rig.pair.measure_layers(compute)[0]))
             ran, arrived = rig.pair.measure_layers(both)
             assert arrived is not None, "it was sent"
             together.append((ran, arrived))
+            alone.append(rig.pair.measure_layers(compute)[0])
     rig.close_case()
-    together_s = [_seconds(ran) for ran, _ in together]
-    lost = statistics.median(both_s - alone_s for both_s, alone_s in zip(together_s, compute_s, strict=True))
+    lost = lost_seconds([ran for ran, _ in together], alone)
     together.sort(key=lambda each: _seconds(each[0]))
     return OverlapRow(
         num_layers=config.num_layers,
         layer_nbytes=case.nbytes // config.num_layers,
-        compute_s=Stat.of(compute_s),
+        compute_s=Stat.of([_seconds(ran) for ran in alone]),
         transfer_s=Stat.of(transfer_s),
-        together_s=Stat.of(together_s),
+        together_s=Stat.of([_seconds(ran) for ran, _ in together]),
         hidden=1 - lost / statistics.median(transfer_s),
         possible=1 - 1 / config.num_layers,
         timeline=_timeline(*together[len(together) // 2]),

@@ -1,0 +1,33 @@
+"""What is lost to a transfer beside computing, by the times of many runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hurray_rdma.bench.layers import lost_seconds
+from hurray_rdma.bench.messages import RanLayers
+
+
+def _ran(*layers_ms: float, tail_ms: float = 0.0, pace: float = 1.0) -> RanLayers:
+    ends = 7_000_000 + np.cumsum(np.array(layers_ms) * pace * 1e6).astype(np.int64)
+    computed = np.stack([ends - 1000, ends], axis=1)
+    return RanLayers(7_000_000, int(ends[-1] + tail_ms * 1e6), computed, np.zeros_like(computed))
+
+
+def test_what_follows_the_last_layer_and_what_holds_a_layer_up_is_lost() -> None:
+    together = [_ran(10, 11, 10, tail_ms=2)]
+    assert lost_seconds(together, [_ran(10, 10, 10)] * 2) == pytest.approx(3e-3)
+
+
+def test_a_machine_that_changes_its_pace_loses_nothing() -> None:
+    paces = np.linspace(1.0, 2.0, 9)
+    alone = [_ran(10, 20, pace=pace) for pace in paces[::2]]
+    together = [_ran(10, 20, tail_ms=1, pace=pace) for pace in paces[1::2]]
+    assert lost_seconds(together, alone) == pytest.approx(1e-3)
+
+
+def test_one_layer_that_was_interrupted_in_a_run_does_not_count() -> None:
+    alone = [_ran(10, 10), _ran(10, 90), _ran(10, 10), _ran(10, 10), _ran(10, 10), _ran(10, 10)]
+    together = [_ran(10, 10, tail_ms=1)] * 4 + [_ran(70, 10, tail_ms=1)]
+    assert lost_seconds(together, alone) == pytest.approx(1e-3)
