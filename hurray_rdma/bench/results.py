@@ -1,10 +1,12 @@
 """What a benchmark found out, as values: what table, JSON file and page are made from. Computes ratios only.
 
-Ratios are of medians: the yardstick's over the party's, so that 1.00 is as fast as the yardstick and more is faster.
+A ratio is the yardstick's time over the party's, so that 1.00 is as fast as the yardstick and more is faster. Each is
+taken of two that ran in one round, and the median of these is told: a machine's pace changes from round to round.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -63,7 +65,7 @@ class SweepRow:
     gib_per_s: float
     """At the median."""
     ratio: float
-    """Median seconds of memcpy over this party's; 0 if memcpy did not run."""
+    """Seconds of memcpy over this party's, the median of all rounds; 0 if memcpy did not run."""
     cpu_s_per_gib: float | None
     """Processor time of both sides, all rounds together, per GiB moved."""
 
@@ -209,10 +211,9 @@ def sweep_rows(
         case: what was moved.
         lane: as of `SweepRow`.
         carried_by: of the parties that UCX carries.
-        measured: one entry a round for each party.
+        measured: one entry a round for each party; who takes long may have been in the first rounds only.
     """
     seconds = {party: Stat.of(np.concatenate([m.seconds for m in each])) for party, each in measured.items()}
-    base = seconds[Party.MEMCPY].median if Party.MEMCPY in seconds else 0.0
     return tuple(
         SweepRow(
             lane=lane,
@@ -224,11 +225,17 @@ def sweep_rows(
             carried_by=carried_by.get(party, ""),
             seconds=stat,
             gib_per_s=case.nbytes / _GIB / stat.median,
-            ratio=base / stat.median,
+            ratio=_ratio(measured.get(Party.MEMCPY, ()), measured[party]),
             cpu_s_per_gib=_cpu_s_per_gib(measured[party], case),
         )
         for party, stat in seconds.items()
     )
+
+
+def _ratio(yardstick: Sequence[Measured], party: Sequence[Measured]) -> float:
+    """Of the rounds that both were in; 0 if there is none."""
+    ratios = [float(np.median(y.seconds) / np.median(p.seconds)) for y, p in zip(yardstick, party, strict=False)]
+    return statistics.median(ratios) if ratios else 0.0
 
 
 def _cpu_s_per_gib(measured: Iterable[Measured], case: Case) -> float | None:

@@ -20,6 +20,7 @@ from hurray_rdma.cache._indices import (
     dedupe,
     narrow,
     starts_of,
+    total_of,
     valid_pages,
     valid_tokens,
 )
@@ -38,10 +39,6 @@ __all__ = [
     "valid_pages",
     "valid_tokens",
 ]
-
-_FEW = 64
-"""Numbers that are sooner added one by one than by NumPy."""
-
 
 _INT64_MAX = np.uint64(2**63 - 1)
 
@@ -67,11 +64,6 @@ def narrowed(values: ArrayLike, *, field: str) -> NDArray[np.uint32]:
     if wrong >= 0:
         raise GeometryError("must be from 0 to 2**32 - 1", field=f"{field}[{wrong}]", value=int(array[wrong]))
     return result
-
-
-def total_of(values: NDArray[np.uint32]) -> int:
-    """Their sum."""
-    return sum(values.tolist()) if len(values) <= _FEW else int(np.add.reduce(values, dtype=np.uint64))
 
 
 def sibling(like: Any, values: NDArray[Any]) -> Any:

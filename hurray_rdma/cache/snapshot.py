@@ -123,8 +123,9 @@ class Snapshot:
     def counts(self) -> Counts:
         """What the descriptors count."""
         # They fit the pool and one another: the arrays were checked.
+        seq_lens = self.seq_lens
         return Counts.of(
-            total_tokens=self.total_tokens, num_seqs=self.num_seqs, block_table_length=len(self.block_table)
+            total_tokens=total_of(seq_lens), num_seqs=len(seq_lens), block_table_length=len(self.block_table)
         )
 
     def tables_like(self, like: Any) -> tuple[Any, Any, Any]:

@@ -393,7 +393,8 @@ class Commit:
     total_heads: int = 0
 
     def __post_init__(self) -> None:
-        at_most("key", self.key, _MAX_KEY_CHARS)
+        if len(self.key) > _MAX_KEY_CHARS:
+            at_most("key", self.key, _MAX_KEY_CHARS)
 
     def of_pool(self, pool_id: int, generation: int) -> SnapshotFields:
         """What it says, checked.

@@ -137,12 +137,18 @@ class _AheadGrant(Exchange[Grant]):
         """
         self._key, self._timeout_s = key, timeout_s
         self._started, self._deadline = started, started + timeout_s
-        source, lease = snapshot.pool, retain(snapshot)
+        source, lease = snapshot.pool, None
         try:
             grant = self._answer.result()
             page_ids = grant.page_ids[:num_pages]
             descriptors = pair.form.encode(snapshot.counts())
             rings = False
+            if not isinstance(pages, PageMap):
+                rings = grant.bell_token > 0 and 0 < num_pages <= pair.max_rung and not source.gate.renewing
+                if rings:
+                    self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
+                    self._committed = True  # from when it may ring
+            lease = retain(snapshot)  # while the receiver wakes up: nobody else has had a turn of the loop
             if isinstance(pages, PageMap):
                 plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
                 mover = self._mover_of(source, plan)
@@ -150,10 +156,7 @@ class _AheadGrant(Exchange[Grant]):
             else:
                 assert pair.whole is not None
                 copy = partial(self._copy, source, pair.whole, pages, page_ids)
-                rings = grant.bell_token > 0 and 0 < num_pages <= pair.max_rung and not source.gate.renewing
                 if rings:
-                    self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
-                    self._committed = True  # from when it may ring
                     # Here and now, also where a renewal has begun since, which it waits for: else the peer's
                     # acknowledgement might come before the session knows what it is for.
                     self._at_once(partial(copy, Bell(grant.bell_offset_nbytes, grant.bell_token)))
@@ -175,7 +178,8 @@ class _AheadGrant(Exchange[Grant]):
             self._failed(error)
             raise
         finally:
-            lease.release()
+            if lease is not None:
+                lease.release()
         self._forget()
         stats = self._stats_of(snapshot, num_pages=num_pages, num_resident=0)
         self._tally.sent(stats)

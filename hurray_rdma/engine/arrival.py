@@ -161,7 +161,8 @@ class Arrival:
         Raises:
             DeadlineExceededError, LeaseExpiredError, HurrayError: as `wait_layer`.
         """
-        await self._wait(self._complete, "all layers", timeout_s)
+        if self.state is not ArrivalState.COMPLETE:
+            await self._wait(self._complete, "all layers", timeout_s)
         return known_snapshot(
             self._pool,
             block_table=self.block_table,

@@ -39,14 +39,11 @@ class Reservation:
     lease: Lease
     heard: float
     bell: Bell | None
+    reach: Reach
+    """How its sender writes."""
     filling: bool = False
     """Whether its sender has said what is being copied into it: it is held ready no more."""
     recalled: bool = False
-
-    @property
-    def reach(self) -> Reach:
-        """How its sender writes."""
-        return reach_of(self.reserve.path, self.reserve.lane)
 
 
 class Reservations:
@@ -112,7 +109,7 @@ class Reservations:
         if not granted:
             return
         key = link, transfer_id
-        self._held[key] = Reservation(reserve, lease, now, bell)
+        self._held[key] = Reservation(reserve, lease, now, bell, reach)
         self._watch(key, self._lease_s)
         self._num_pages += len(lease)
         if reach is Reach.STREAM:
@@ -236,8 +233,9 @@ class Reservations:
         held = self._held.pop(key)
         self._leases.end(key)
         self._hang_up(held.bell)
-        link, transfer_id = key
-        link.permits.end(transfer_id)
+        if held.reach is Reach.STREAM:
+            link, transfer_id = key
+            link.permits.end(transfer_id)
         if not held.filling:
             self._num_pages -= len(held.lease)
         if not self._held:

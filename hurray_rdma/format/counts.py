@@ -18,9 +18,10 @@ __all__ = ["Counts", "DescriptorForm", "counts_of", "mark_bytes", "with_counts"]
 _TOTAL_TOKENS, _NUM_SEQS, _MARK = OFFSETS["total_tokens"], OFFSETS["num_seqs"], OFFSETS["kv_role"]
 _INDEX_TYPE = OFFSETS["block_table_index_type"]
 _BLOCK_TABLE, _SEQ_PTR = BUFFERS_OFFSET + ENTRY_NBYTES, BUFFERS_OFFSET + 2 * ENTRY_NBYTES
-_COUNTS = Struct(f"<Q{_NUM_SEQS - _TOTAL_TOKENS - 8}sI{_BLOCK_TABLE - _NUM_SEQS - 4}sQ{_SEQ_PTR - _BLOCK_TABLE - 8}sQ")
-"""From the first count to the last, with what is between them."""
-_AFTER_COUNTS = _TOTAL_TOKENS + _COUNTS.size
+_TOKENS_AND_SEQS = Struct(f"<Q{_NUM_SEQS - _TOTAL_TOKENS - 8}sI")
+"""The two that come before the role and the layer, with what is between them."""
+_TABLES = Struct(f"<Q{_SEQ_PTR - _BLOCK_TABLE - 8}sQ")
+"""The two that come after."""
 _INDEX_NBYTES = IndexType.UINT32.itemsize
 _MIN_NBYTES = BUFFERS_OFFSET + 3 * ENTRY_NBYTES
 
@@ -43,7 +44,8 @@ def counts_of(data: bytes, /) -> Counts | None:
     """The counts in the bytes of a descriptor; None if it is too short to have any, or its indices are no uint32."""
     if len(data) < _MIN_NBYTES or data[_INDEX_TYPE] != IndexType.UINT32:
         return None
-    total_tokens, _, num_seqs, _, block_table, _, seq_ptr = _COUNTS.unpack_from(data, _TOTAL_TOKENS)
+    total_tokens, _, num_seqs = _TOKENS_AND_SEQS.unpack_from(data, _TOTAL_TOKENS)
+    block_table, _, seq_ptr = _TABLES.unpack_from(data, _BLOCK_TABLE)
     return Counts(total_tokens, num_seqs, block_table, seq_ptr)
 
 
@@ -63,26 +65,25 @@ class DescriptorForm:
 
     Args:
         first: one of them, whatever its role, layer and counts; `encode` is right only if `counts_of` tells of it.
-        marks: of each tensor, in order, as of `mark_tensors`.
+        marks: of each tensor, at least one, in order, as of `mark_tensors`.
     """
 
-    __slots__ = ("_after", "_after_seqs", "_after_tokens", "_before", "_between", "marks")
+    __slots__ = ("_after", "_after_mark", "_after_tokens", "_before", "_between", "marks")
 
     def __init__(self, first: bytes, marks: tuple[bytes, ...]) -> None:
         self.marks = marks
         self._before = first[:_TOTAL_TOKENS]
         self._after_tokens = first[_TOTAL_TOKENS + 8 : _NUM_SEQS]
-        self._after_seqs = first[_NUM_SEQS + 4 : _BLOCK_TABLE]
+        self._after_mark = first[_MARK + len(marks[0]) : _BLOCK_TABLE]
         self._between = first[_BLOCK_TABLE + 8 : _SEQ_PTR]
-        self._after = first[_AFTER_COUNTS:]
+        self._after = first[_SEQ_PTR + 8 :]
 
     def encode(self, counts: Counts, /) -> bytes:
         """The descriptors of the snapshot that has these counts, one after the other."""
         total_tokens, num_seqs, block_table, seq_ptr = counts
-        counted = _COUNTS.pack(
-            total_tokens, self._after_tokens, num_seqs, self._after_seqs, block_table, self._between, seq_ptr
-        )
-        return mark_bytes(self._before + counted + self._after, self.marks)
+        head = self._before + _TOKENS_AND_SEQS.pack(total_tokens, self._after_tokens, num_seqs)
+        tail = self._after_mark + _TABLES.pack(block_table, self._between, seq_ptr) + self._after
+        return b"".join((head, (tail + head).join(self.marks), tail))
 
 
 def mark_bytes(first: bytes, marks: Sequence[bytes], /) -> bytes:

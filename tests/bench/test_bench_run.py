@@ -114,10 +114,12 @@ def test_a_run_end_to_end(tiny: Path, tmp_path: Path) -> None:
         rows = [row for row in report.sweep if (row.lane, row.pattern, row.page_nbytes, row.num_pages) == case]
         assert {row.party for row in rows} | skipped == WITHIN
         memcpy = next(row for row in rows if row.party is Party.MEMCPY)
+        assert memcpy.ratio == 1.0
         for row in rows:
-            assert row.seconds.count == 2
+            assert row.seconds.count in (2, 4)  # who is quick is measured three times from the second round on
             assert row.seconds.min <= row.seconds.median <= row.seconds.max
-            assert row.ratio == pytest.approx(memcpy.seconds.median / row.seconds.median)
+            assert row.ratio <= memcpy.seconds.max / row.seconds.min + 1e-9
+            assert row.ratio >= memcpy.seconds.min / row.seconds.max - 1e-9
             assert row.cpu_s_per_gib is not None
             assert row.direction == ("pull" if row.party is Party.HURRAY_PULL else "push")
     lanes = {(row.lane, row.party): row.carried_by for row in report.sweep}
@@ -242,8 +244,9 @@ def test_two_machines(tmp_path: Path) -> None:
         (pattern, size) for pattern in ("gather", "contiguous") for size in (4096, 32768)
     }
     assert {row.party for row in report.sweep} == {Party.HURRAY, Party.MEMCPY, Party.STREAM}
-    # Of each case a first transfer and one a round; of the small ones a first, twenty to warm up, five a round.
-    transfers, nbytes = 4 * 3 + 1 + 20 + 2 * 5, 4 * 3 * 2**20 + 31 * 32768
+    # Of each case a first transfer beside those measured; of the small ones a first, twenty to warm up, five a round.
+    large = 4 + sum(row.seconds.count for row in report.sweep if row.party is Party.HURRAY)
+    transfers, nbytes = large + 1 + 20 + 2 * 5, large * 2**20 + 31 * 32768
     total = printed.splitlines()[-1]
     assert total.startswith(f"in all: {transfers} transfers, {nbytes / 2**20:,.1f} MiB in ")
     assert total.endswith(", mapped")

@@ -178,6 +178,15 @@ def starts_of(const uint32_t[::1] seq_lens not None, uint32_t page_size):
     return starts
 
 
+def total_of(const uint32_t[::1] values not None):
+    """Their sum, which fits 64 bits whatever they are."""
+    cdef uint64_t total = 0
+    cdef Py_ssize_t at
+    for at in range(values.shape[0]):
+        total += values[at]
+    return total
+
+
 def valid_tokens(
     const uint32_t[::1] entries not None,
     const uint32_t[::1] seq_ptr not None,
