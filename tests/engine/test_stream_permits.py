@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hurray_rdma import Engine, PagePool, Snapshot
 from hurray_rdma.cache import CacheSpec
-from hurray_rdma.control import Fetch, Granted, PublishedHeard
+from hurray_rdma.control import AbortRequested, Fetch, Granted, PublishedHeard
 from hurray_rdma.engine.permits import can_stream
 from hurray_rdma.transport import Context
 from tests.engine.hands import shaken
 from tests.engine.test_stream_lane import TCP, page_stream_of, told
-from tests.hazards.scenes import SPEC, connected, counts, digest, fill, make_pool, raw, run, snapshot_of
+from tests.hazards.scenes import SPEC, connected, counts, digest, eventually, fill, make_pool, raw, run, snapshot_of
 from tests.transport.test_page_streams import ENDED, FORBIDDEN, OK, READ, WRITE, exactly, parcel
 
 OTHERS = 0xEE
@@ -116,6 +117,36 @@ def test_what_is_not_published_is_not_read(page_id: int) -> None:
                     assert await asyncio.to_thread(told, connection) == (0, OK)
                     connection.sendall(parcel(READ, [(page_id * page, 1)], transfer_id=transfer_id))
                     assert await asyncio.to_thread(told, connection) == (0, FORBIDDEN)
+
+    run(job())
+
+
+def test_what_a_reader_takes_after_its_time_is_not_acknowledged() -> None:
+    """Pages that the kernel was lent in time, and that the reader takes only when they hold something else."""
+    spec = replace(SPEC, num_layers=1, num_heads=8, head_dim=128, page_size=256, dtype="float32")
+
+    async def job() -> None:
+        with make_pool(spec, 4) as pool:
+            fill(pool, 1)
+            page = spec.page_nbytes
+            async with Engine(pool, listen="127.0.0.1:0") as engine, shaken(engine.address) as hand:
+                engine.publish("key", snapshot_of(pool, [2]))
+                fetch = Fetch(key="key", deadline_s=0.5, lane="tcp", path="stream", num_streams=len(spec.tensors))
+                transfer_id = int(hand.do("fetch", fetch, timeout_s=10))
+                await hand.expect(PublishedHeard)
+                with page_stream_of(hand, engine.address) as connection:
+                    connection.sendall(parcel(READ, [(2 * page, page)], transfer_id=transfer_id))
+                    assert await asyncio.to_thread(told, connection) == (0, OK)
+                    await hand.expect(AbortRequested)  # its time is over, and the pages are the application's again
+                    raw(pool, *spec.tensors[0])[...] = OTHERS
+                    came = await asyncio.to_thread(exactly, connection, page)
+                    assert OTHERS in came, "or it would show nothing"
+                    await asyncio.to_thread(told, connection)
+                    assert hand.do("read_end", transfer_id) is False, "what came is not said to be the snapshot"
+                    hand.do("quiet", transfer_id)
+                await eventually(lambda: engine.stats().serve.failures != {})
+                assert engine.stats().serve.num_transfers == 0
+            assert counts(pool) == (4, 0, 0)
 
     run(job())
 

@@ -39,6 +39,7 @@ static void hold_signal(hurray_lending_t *lending)
     sigemptyset(&signals);
     sigaddset(&signals, SIGPIPE);
     pthread_sigmask(SIG_BLOCK, &signals, &lending->mask);
+    lending->holds_signal = 1;
 }
 
 static void drop_signal(hurray_lending_t *lending)
@@ -53,6 +54,7 @@ static void drop_signal(hurray_lending_t *lending)
     pthread_sigmask(SIG_SETMASK, &lending->mask, NULL);
 }
 
+/* The signal is held from the first pipe to the end. */
 static int open_pipe(hurray_lending_t *lending)
 {
     if (pipe2(lending->ends, O_CLOEXEC | O_NONBLOCK) != 0) {
@@ -62,7 +64,9 @@ static int open_pipe(hurray_lending_t *lending)
         close_pipe(lending);
         return -1;
     }
-    hold_signal(lending);
+    if (!lending->holds_signal) {
+        hold_signal(lending);
+    }
     return 0;
 }
 
@@ -118,12 +122,23 @@ ssize_t hurray_lending_send(hurray_lending_t *lending, int fd, struct iovec **io
     return done;
 }
 
+void hurray_lending_drop(hurray_lending_t *lending)
+{
+    if (lending->ends[0] >= 0) {
+        close_pipe(lending);
+    }
+    lending->nbytes = 0;
+    lending->refused = 0;
+}
+
 int hurray_lending_end(hurray_lending_t *lending, int fd, int answered)
 {
     int unsent = 0;
 
     if (lending->ends[0] >= 0) {
         close_pipe(lending);
+    }
+    if (lending->holds_signal) {
         drop_signal(lending);
     }
     if (!lending->used || (answered && ioctl(fd, SIOCOUTQ, &unsent) == 0 && unsent == 0)) {

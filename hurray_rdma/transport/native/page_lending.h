@@ -4,8 +4,8 @@
  * not twice; a network card reads them itself.
  *
  * What is lent is read when it leaves, or when the receiver takes it. So its owner may change it only when the other
- * end has answered for all of it: then nobody reads it any more; what TCP should send again is thrown away there, since
- * it is there already. Where an exchange ends earlier, `end` resets the connection, which throws away all that has not
+ * end has answered for all of it (a reader by what it says of its transfer): then nobody reads it any more; what TCP
+ * should send again is thrown away there, since it is there already. Where an exchange ends earlier, `end` resets the connection, which throws away all that has not
  * left. What the receiver's kernel has by then is on this same machine, and may be read as it changes: into pages of
  * the transfer that has just failed here, so is never completed there, while that permits it; others get those pages
  * only when that permit has ended, and then nothing of it lands any more. One who keeps to no rules may thus see what
@@ -25,6 +25,7 @@ typedef struct {
     size_t nbytes;  /* in the pipe */
     int refused;    /* this memory or this process cannot lend: all is copied */
     int used;
+    int holds_signal;
     int had_signal; /* a SIGPIPE was waiting before */
     sigset_t mask;
 } hurray_lending_t;
@@ -38,6 +39,9 @@ int hurray_lending_suits(hurray_lending_t *lending, const struct iovec *iov, siz
 /* Lends what the socket takes now, and copies what cannot be lent; takes it off the list. As sendmsg. All has been
  * handed over once both the list is empty and `lending->nbytes` is 0. */
 ssize_t hurray_lending_send(hurray_lending_t *lending, int fd, struct iovec **iov, size_t *count);
+
+/* Of an exchange that goes on later, maybe: gives the pipe back, and what is in it is not sent. */
+void hurray_lending_drop(hurray_lending_t *lending);
 
 /* `answered`: the other end has answered for all. Returns 0 where what was lent is still being read, although it should
  * not: then the connection has been reset. */

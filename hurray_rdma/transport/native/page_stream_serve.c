@@ -1,3 +1,4 @@
+#include "page_lending.h"
 #include "page_stream_socket.h"
 #include "page_streams.h"
 
@@ -77,11 +78,13 @@ static int pass(int fd, int send, uint64_t nbytes)
     return 0;
 }
 
-/* Between pages and socket, as long as the permit lasts. */
+/* Between pages and socket, as long as the permit lasts. What was lent by then may be taken later: who reads learns from
+ * the acknowledgement of its transfer whether all of it was taken before. */
 static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, const hurray_parcel_t *parcel,
-                                         uint64_t serial, struct iovec *iov, size_t count)
+                                         uint64_t serial, struct iovec *iov, size_t count, hurray_lending_t *lending)
 {
     int send = parcel->kind == HURRAY_PARCEL_READ;
+    int lends = send && hurray_lending_suits(lending, iov, count, parcel->nbytes);
     uint64_t left = parcel->nbytes;
 
     while (left > 0) {
@@ -89,15 +92,22 @@ static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, cons
         int error;
 
         if (!hurray_permits_enter(permits, parcel->transfer_id, serial)) {
+            hurray_lending_drop(lending);
             return pass(fd, send, left) == 0 ? HURRAY_STREAM_ENDED : HURRAY_STREAM_LOST;
         }
-        done = send ? hurray_send(fd, iov, count, 0) : hurray_receive(fd, iov, count);
+        if (lends) {
+            done = hurray_lending_send(lending, fd, &iov, &count);
+        } else {
+            done = send ? hurray_send(fd, iov, count, 0) : hurray_receive(fd, iov, count);
+        }
         error = errno;
         hurray_permits_leave(permits);
         errno = error;
         if (done > 0) {
             left -= (uint64_t)done;
-            hurray_advance(&iov, &count, (size_t)done);
+            if (!lends) {
+                hurray_advance(&iov, &count, (size_t)done);
+            }
         } else if (done < 0 && hurray_would_block()) {
             if (send) {
                 hurray_wait_for(fd, POLLOUT, -1);
@@ -155,7 +165,18 @@ static void farewell(int fd, uint32_t seq, hurray_stream_status_t status)
     }
 }
 
-hurray_served_t hurray_stream_serve(hurray_permits_t *permits, int fd)
+/* As `take`. While nothing is asked for it keeps no pipe: of these a user may have few, and of connections many. */
+static int next(int fd, hurray_parcel_t *parcel, hurray_lending_t *lending)
+{
+    struct pollfd event = {.fd = fd, .events = POLLIN};
+
+    if (lending->ends[0] >= 0 && poll(&event, 1, 0) == 0) {
+        hurray_lending_drop(lending);
+    }
+    return take(fd, parcel, sizeof(*parcel));
+}
+
+static hurray_served_t serve(hurray_permits_t *permits, int fd, hurray_lending_t *lending)
 {
     hurray_served_t served = {.status = HURRAY_STREAM_OK};
     struct iovec iov[HURRAY_PARCEL_PIECES];
@@ -163,7 +184,7 @@ hurray_served_t hurray_stream_serve(hurray_permits_t *permits, int fd)
     hurray_parcel_t parcel;
     int came;
 
-    while ((came = take(fd, &parcel, sizeof(parcel))) == 1) {
+    while ((came = next(fd, &parcel, lending)) == 1) {
         uint64_t serial = 0;
         uint32_t wrong = 0;
 
@@ -186,7 +207,7 @@ hurray_served_t hurray_stream_serve(hurray_permits_t *permits, int fd)
             if (parcel.kind == HURRAY_PARCEL_READ && answer(fd, parcel.seq, HURRAY_STREAM_OK) != 0) {
                 served.status = HURRAY_STREAM_LOST;
             } else {
-                served.status = move_pages(permits, fd, &parcel, serial, iov, parcel.count);
+                served.status = move_pages(permits, fd, &parcel, serial, iov, parcel.count, lending);
             }
         } else if (served.status == HURRAY_STREAM_ENDED && parcel.kind == HURRAY_PARCEL_WRITE) {
             served.status = pass(fd, 0, parcel.nbytes) == 0 ? HURRAY_STREAM_ENDED : HURRAY_STREAM_LOST;
@@ -203,5 +224,14 @@ hurray_served_t hurray_stream_serve(hurray_permits_t *permits, int fd)
         }
     }
     served.status = came == 0 ? HURRAY_STREAM_OK : HURRAY_STREAM_LOST;
+    return served;
+}
+
+hurray_served_t hurray_stream_serve(hurray_permits_t *permits, int fd)
+{
+    hurray_lending_t lending = hurray_lending_begin();
+    hurray_served_t served = serve(permits, fd, &lending);
+
+    hurray_lending_end(&lending, fd, served.status == HURRAY_STREAM_OK);
     return served;
 }
