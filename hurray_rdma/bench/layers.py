@@ -10,18 +10,18 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import statistics
 import threading
 import time
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hurray_rdma.bench.messages import RanLayers, RunLayers
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.engine import Peer
 
-__all__ = ["lost_seconds", "run_layers", "unit_seconds"]
+__all__ = ["lost_seconds", "ran_seconds", "run_layers", "unit_seconds"]
 
 _UNITS_TIMED = 1000
 
@@ -101,18 +101,20 @@ async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanL
 def lost_seconds(together: Sequence[RanLayers], alone: Sequence[RanLayers]) -> float:
     """How much longer computing and sending take together than computing alone.
 
-    That is little beside what a machine's pace varies by from one moment to the next. So each layer is held against the
-    same one of the runs right before and after, the median of these is taken, and all layers are added up.
+    That is little beside what a machine's pace varies by from one moment to the next. So each run is held against those
+    right before and after it, and the median is taken.
 
     Args:
         together: at least one.
         alone: one before the first of these, and one after each.
     """
-    both, own = np.array([*map(_steps_ns, together)]), np.array([*map(_steps_ns, alone)])
-    return float(np.median(both - (own[:-1] + own[1:]) / 2, axis=0).sum() / 1e9)
+    own = [*map(ran_seconds, alone)]
+    return statistics.median(
+        ran_seconds(both) - (before + after) / 2
+        for both, before, after in zip(together, own[:-1], own[1:], strict=True)
+    )
 
 
-def _steps_ns(ran: RanLayers) -> NDArray[np.int64]:
-    """How long until each layer was computed since the one before, and what came after the last,
-    ``[num_layers + 1]``."""
-    return np.diff(ran.computed_ns[:, 1], prepend=ran.started_ns, append=ran.ended_ns)
+def ran_seconds(ran: RanLayers) -> float:
+    """All of it."""
+    return (ran.ended_ns - ran.started_ns) / 1e9

@@ -71,7 +71,7 @@ def _ratios(rows: Sequence[SweepRow]) -> str:
             + plots.ratio_plot([row for row in rows if row.num_pages * row.page_nbytes == nbytes])
             for nbytes in sorted(counts)
         )
-    return plots.ratio_plot(rows) + '<p class="note">Higher is faster; bars span the rounds.</p>'
+    return plots.ratio_plot(rows) + '<p class="note">Higher is faster; bars span its transfers.</p>'
 
 
 def _text(report: BenchReport) -> str:

@@ -29,7 +29,7 @@ _COLORS = {
 
 
 def ratio_plot(rows: Sequence[SweepRow]) -> str:
-    """Ratio to memcpy by page size, one line a party, bars from its slowest to its fastest round.
+    """Ratio to memcpy by page size, one line a party, bars from its slowest to its fastest transfer.
 
     Args:
         rows: of one lane, pattern and size of transfers.

@@ -21,7 +21,7 @@ from hurray_rdma.bench.config import (
     RunConfig,
     SweepConfig,
 )
-from hurray_rdma.bench.layers import lost_seconds, unit_seconds
+from hurray_rdma.bench.layers import lost_seconds, ran_seconds, unit_seconds
 from hurray_rdma.bench.machine import on_core, spare_core
 from hurray_rdma.bench.measured import Measured, Stat, cpu_seconds
 from hurray_rdma.bench.messages import Arrived, Party, RanLayers, RunLayers
@@ -257,35 +257,31 @@ def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> Over
             # Computing has its core to itself: nobody's receiver takes turns with the sender's kernels.
             moved.enter_context(on_core(rig.pair.pids[1], rig.cores[0]))
         send = RunLayers(work=0, transfer=True, core=core)
-        sent_s = statistics.median(_seconds(rig.pair.measure_layers(send)[0]) for _ in range(_LAYER_RUNS))
+        sent_s = statistics.median(ran_seconds(rig.pair.measure_layers(send)[0]) for _ in range(_LAYER_RUNS))
         work = max(1, round(config.compute_ratio * sent_s / config.num_layers / unit_seconds()))
         compute = RunLayers(work=work, transfer=False, core=core)
         both = RunLayers(work=work, transfer=True, core=core)
         alone, transfer_s = [rig.pair.measure_layers(compute)[0]], []
         together: list[tuple[RanLayers, Arrived]] = []
         for _ in range(run.rounds * _LAYER_RUNS):
-            transfer_s.append(_seconds(rig.pair.measure_layers(send)[0]))
+            transfer_s.append(ran_seconds(rig.pair.measure_layers(send)[0]))
             ran, arrived = rig.pair.measure_layers(both)
             assert arrived is not None, "it was sent"
             together.append((ran, arrived))
             alone.append(rig.pair.measure_layers(compute)[0])
     rig.close_case()
     lost = lost_seconds([ran for ran, _ in together], alone)
-    together.sort(key=lambda each: _seconds(each[0]))
+    together.sort(key=lambda each: ran_seconds(each[0]))
     return OverlapRow(
         num_layers=config.num_layers,
         layer_nbytes=case.nbytes // config.num_layers,
-        compute_s=Stat.of([_seconds(ran) for ran in alone]),
+        compute_s=Stat.of([ran_seconds(ran) for ran in alone]),
         transfer_s=Stat.of(transfer_s),
-        together_s=Stat.of([_seconds(ran) for ran, _ in together]),
+        together_s=Stat.of([ran_seconds(ran) for ran, _ in together]),
         hidden=1 - lost / statistics.median(transfer_s),
         possible=1 - 1 / config.num_layers,
         timeline=_timeline(*together[len(together) // 2]),
     )
-
-
-def _seconds(ran: RanLayers) -> float:
-    return (ran.ended_ns - ran.started_ns) / 1e9
 
 
 def _timeline(ran: RanLayers, arrived: Arrived) -> tuple[LayerTimes, ...]:

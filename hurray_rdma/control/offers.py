@@ -393,7 +393,7 @@ class Commit:
     total_heads: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.key) > _MAX_KEY_CHARS:
+        if len(self.key) > _MAX_KEY_CHARS:  # a call less for what is waited for
             at_most("key", self.key, _MAX_KEY_CHARS)
 
     def of_pool(self, pool_id: int, generation: int) -> SnapshotFields:

@@ -138,8 +138,10 @@ class Fetching(Exchange[Published]):
                 raise StaleGenerationError(f"pool {published.pool_id} of the peer is newer than the fetch")
             return await self._read(transfer_id, published)
         except BaseException as error:
-            await self._give_up("the reader failed")
-            await self._let_go(error)  # it may be asked for again
+            try:
+                await self._give_up("the reader failed")
+            finally:  # also where that is cancelled
+                await self._let_go(error)  # it may be asked for again
             raise
 
     async def _read(self, transfer_id: int, published: Published) -> FetchedSnapshot:

@@ -1,7 +1,8 @@
 """What one session may do over its page stream, transfer by transfer: which pages, and whether to write or to read.
 
 A permit begins before the peer hears of its pages, and ends when the transfer is over or is asked to stop; when `end`
-returns, nothing moves under it any more. So what comes too late lands nowhere, and its pages need no quarantine.
+returns, nothing is written under it any more, and nothing more is handed out to be read: what was, on this host, may
+be taken later, and is not acknowledged. So what comes too late lands nowhere, and its pages need no quarantine.
 Permits begin on the event loop.
 """
 

@@ -33,7 +33,7 @@ from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.link import Link
 from hurray_rdma.engine.serving import Delivery, Serving
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import HurrayError, LeaseExpiredError
+from hurray_rdma.errors import HurrayError, LeaseExpiredError, TransferAbortedError
 
 __all__ = ["ReadingEnd", "Readings"]
 
@@ -169,6 +169,11 @@ class Readings:
     def _all_read(self, link: Link, transfer_id: int) -> None:
         reading = self._readings.get((link, transfer_id))
         if reading is None:
+            return
+        if reading.snapshot.pool.closed:
+            # What was read since is whatever is there now. Nobody was told: it is the reader's last word that counts.
+            error = TransferAbortedError("the pool of the snapshot was closed while it was read")
+            self._stop(link, transfer_id, ErrorCode.ABORTED, error)
             return
         link.session.acknowledge(transfer_id, now=link.now)
         self._end((link, transfer_id), ReadingEnd.READ)

@@ -22,6 +22,7 @@ _TOKENS_AND_SEQS = Struct(f"<Q{_NUM_SEQS - _TOTAL_TOKENS - 8}sI")
 """The two that come before the role and the layer, with what is between them."""
 _TABLES = Struct(f"<Q{_SEQ_PTR - _BLOCK_TABLE - 8}sQ")
 """The two that come after."""
+assert _MARK == _NUM_SEQS + 4, "nothing lies between what is counted first and what tells descriptors apart"
 _INDEX_NBYTES = IndexType.UINT32.itemsize
 _MIN_NBYTES = BUFFERS_OFFSET + 3 * ENTRY_NBYTES
 

@@ -27,7 +27,12 @@ def test_a_machine_that_changes_its_pace_loses_nothing() -> None:
     assert lost_seconds(together, alone) == pytest.approx(1e-3)
 
 
-def test_one_layer_that_was_interrupted_in_a_run_does_not_count() -> None:
+def test_a_run_that_was_interrupted_does_not_count() -> None:
     alone = [_ran(10, 10), _ran(10, 90), _ran(10, 10), _ran(10, 10), _ran(10, 10), _ran(10, 10)]
     together = [_ran(10, 10, tail_ms=1)] * 4 + [_ran(70, 10, tail_ms=1)]
     assert lost_seconds(together, alone) == pytest.approx(1e-3)
+
+
+def test_what_holds_up_another_layer_in_each_run_is_lost() -> None:
+    stalled = [[10 + 5 * (layer == at) for layer in range(4)] for at in range(4)]
+    assert lost_seconds([_ran(*layers) for layers in stalled], [_ran(10, 10, 10, 10)] * 5) == pytest.approx(5e-3)

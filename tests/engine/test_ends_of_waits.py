@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -15,7 +16,7 @@ from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, TransferAbortedError, TransportError
 from hurray_rdma.transport import Context
 from tests.engine.test_stream_order import NEVER, Stream, first, recorded
-from tests.hazards.scenes import SPEC, make_pool, run, settled, snapshot_of
+from tests.hazards.scenes import SPEC, counts, make_pool, run, settled, snapshot_of
 from tests.transport.recorded import RecordedDriver
 
 
@@ -161,5 +162,41 @@ def test_a_wait_that_takes_too_long_is_the_end_of_the_whole_transfer() -> None:
             with pytest.raises(DeadlineExceededError, match="the acknowledgement for 'k' did not come in time"):
                 await transfer.send_rest()
             await settled(dest, 8, 0, 0)
+
+    run(job())
+
+
+def test_a_fetch_that_is_cancelled_again_while_it_ends_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def job() -> None:
+        begun, may_end = threading.Event(), threading.Event()
+        move = Mover.move
+
+        def slowly(mover: Mover, layers: list[int], ended: Callable[[list[int]], None]) -> object:
+            begun.set()
+            assert may_end.wait(10)
+            return move(mover, layers, ended)
+
+        monkeypatch.setattr(Mover, "move", slowly)
+        monkeypatch.setattr(exchange, "INLINE_NBYTES", -1)  # in a thread, as of large pages
+        with make_pool(SPEC, 8) as source, make_pool(SPEC, 8) as mine:
+            async with (
+                Engine(source, listen="127.0.0.1:0") as engine,
+                Engine(mine) as reader,
+                reader.connect(engine.address) as peer,
+            ):
+                engine.publish("key", snapshot_of(source, [1, 2]))
+                fetching = asyncio.create_task(peer.fetch("key"))
+                assert await asyncio.to_thread(begun.wait, 10)
+                for _ in range(2):  # the second while it waits for the thread, which it does not leave behind
+                    fetching.cancel()
+                    for _ in range(3):
+                        await asyncio.sleep(0)
+                assert not fetching.done()
+                assert counts(mine)[0] == 6
+                may_end.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await fetching
+                assert counts(mine) == (8, 0, 0)
+                await settled(source, 8, 0, 0)
 
     run(job())

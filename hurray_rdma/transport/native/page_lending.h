@@ -4,8 +4,10 @@
  * not twice; a network card reads them itself.
  *
  * What is lent is read when it leaves, or when the receiver takes it. So its owner may change it only when the other
- * end has answered for all of it (a reader by what it says of its transfer): then nobody reads it any more; what TCP
- * should send again is thrown away there, since it is there already. Where an exchange ends earlier, `end` resets the connection, which throws away all that has not
+ * end has answered for all of it: then nobody reads it any more; what TCP should send again is thrown away there, since
+ * it is there already. Who is asked for pages lends them to its own host only, as its exchange has no such end; that a
+ * reader took all in time is what the acknowledgement of its transfer says. Where the exchange of one who writes ends
+ * earlier, `end` resets the connection, which throws away all that has not
  * left. What the receiver's kernel has by then is on this same machine, and may be read as it changes: into pages of
  * the transfer that has just failed here, so is never completed there, while that permits it; others get those pages
  * only when that permit has ended, and then nothing of it lands any more. One who keeps to no rules may thus see what

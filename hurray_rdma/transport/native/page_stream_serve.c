@@ -10,6 +10,8 @@
 /* What is read of one who broke the rules, so that he hears so before the connection ends. */
 #define FAREWELL_NS 1000000000u
 #define SCRATCH_NBYTES (64u << 10)
+/* How long the pipe of a reader that takes nothing outlasts its permit. */
+#define LET_GO_MS 100
 
 /* All of it, however long that takes: 1, or 0 if the other end closed before the first byte, or -1 if it was cut. */
 static int take(int fd, void *buffer, size_t nbytes)
@@ -78,13 +80,13 @@ static int pass(int fd, int send, uint64_t nbytes)
     return 0;
 }
 
-/* Between pages and socket, as long as the permit lasts. What was lent by then may be taken later: who reads learns from
- * the acknowledgement of its transfer whether all of it was taken before. */
+/* Between pages and socket, as long as the permit lasts. What was lent by then may be taken later: who reads learns
+ * from the acknowledgement of its transfer whether all of it was taken before. */
 static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, const hurray_parcel_t *parcel,
                                          uint64_t serial, struct iovec *iov, size_t count, hurray_lending_t *lending)
 {
     int send = parcel->kind == HURRAY_PARCEL_READ;
-    int lends = send && hurray_lending_suits(lending, iov, count, parcel->nbytes);
+    int lends = send && hurray_is_on_this_host(fd) && hurray_lending_suits(lending, iov, count, parcel->nbytes);
     uint64_t left = parcel->nbytes;
 
     while (left > 0) {
@@ -110,7 +112,7 @@ static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, cons
             }
         } else if (done < 0 && hurray_would_block()) {
             if (send) {
-                hurray_wait_for(fd, POLLOUT, -1);
+                hurray_wait_for(fd, POLLOUT, lends ? LET_GO_MS : -1);
             } else {
                 hurray_wait_for_bytes(fd, left, -1);
             }
@@ -170,7 +172,7 @@ static int next(int fd, hurray_parcel_t *parcel, hurray_lending_t *lending)
 {
     struct pollfd event = {.fd = fd, .events = POLLIN};
 
-    if (lending->ends[0] >= 0 && poll(&event, 1, 0) == 0) {
+    if ((lending->ends[0] >= 0 || lending->refused) && poll(&event, 1, 0) == 0) {
         hurray_lending_drop(lending);
     }
     return take(fd, parcel, sizeof(*parcel));

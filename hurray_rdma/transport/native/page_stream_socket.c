@@ -2,7 +2,9 @@
 #include "page_stream_socket.h"
 
 #include <errno.h>
+#include <netinet/in.h>
 #include <poll.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <time.h>
 
@@ -38,6 +40,29 @@ void hurray_wait_for_bytes(int fd, uint64_t nbytes, int timeout_ms)
     }
     hurray_wait_for(fd, POLLIN, timeout_ms); /* also where the buffer is full before */
     (void)setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof(one));
+}
+
+int hurray_is_on_this_host(int fd)
+{
+    union {
+        struct sockaddr any;
+        struct sockaddr_in v4;
+        struct sockaddr_in6 v6;
+    } here = {{0}}, there = {{0}};
+    socklen_t nbytes = sizeof(here), there_nbytes = sizeof(there);
+
+    if (getsockname(fd, &here.any, &nbytes) != 0 || getpeername(fd, &there.any, &there_nbytes) != 0 ||
+        here.any.sa_family != there.any.sa_family) {
+        return 0;
+    }
+    switch (here.any.sa_family) {
+    case AF_INET:
+        return here.v4.sin_addr.s_addr == there.v4.sin_addr.s_addr;
+    case AF_INET6:
+        return memcmp(&here.v6.sin6_addr, &there.v6.sin6_addr, sizeof(here.v6.sin6_addr)) == 0;
+    default:
+        return here.any.sa_family == AF_UNIX;
+    }
 }
 
 ssize_t hurray_send(int fd, struct iovec *iov, size_t count, int more)

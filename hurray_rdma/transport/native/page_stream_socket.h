@@ -24,6 +24,10 @@ void hurray_wait_for(int fd, short events, int timeout_ms);
  * segment costs more than to copy it. */
 void hurray_wait_for_bytes(int fd, uint64_t nbytes, int timeout_ms);
 
+/* Whether the other end is a process of this machine, as far as addresses tell: nothing that was sent waits here then,
+ * but in what the other end has for it. */
+int hurray_is_on_this_host(int fd);
+
 /* What the socket takes now of a list, or has for it; as sendmsg and recvmsg. `more`: it waits for more to send. */
 ssize_t hurray_send(int fd, struct iovec *iov, size_t count, int more);
 ssize_t hurray_receive(int fd, struct iovec *iov, size_t count);

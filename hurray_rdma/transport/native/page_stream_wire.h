@@ -3,7 +3,7 @@
  *   parcel   u32 magic, kind, transfer_id, region, count, seq; u64 nbytes; count x {u64 offset, u64 nbytes}; if it is
  *            to be written, nbytes bytes
  *   answer   u32 seq, status. Where a parcel that is permitted is to be read it is followed by nbytes bytes, and by a
- *            second answer, which tells whether the bytes between were permitted to their end
+ *            second answer, which tells whether the bytes between were permitted to their end, as they left
  */
 #ifndef HURRAY_PAGE_STREAM_WIRE_H
 #define HURRAY_PAGE_STREAM_WIRE_H

@@ -29,9 +29,9 @@ typedef struct {
 
 /*
  * Moves a plan into a region of the other end, or (`get`) out of it, several parcels outstanding; on OK all of it is in
- * place. `stop` and `deadline_ns` as of `hurray_post`: what is outstanding is finished while that goes on, for
- * 10 s at most. The local memory is free when it returns; where it has failed, see page_lending.h. One call at a time
- * for each socket, which is non-blocking.
+ * place; whether what was got was there in time says the acknowledgement of the transfer. `stop` and `deadline_ns` as
+ * of `hurray_post`: what is outstanding is finished while that goes on, for 10 s at most. The local memory is free when
+ * it returns; where it has failed, see page_lending.h. One call at a time for each socket, which is non-blocking.
  */
 hurray_streamed_t hurray_stream_move(int fd, int get, uint32_t transfer_id, uint32_t region, uint64_t local_base,
                                      const uint64_t *local_offsets, const uint64_t *remote_offsets,
