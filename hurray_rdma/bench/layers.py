@@ -1,22 +1,21 @@
 """A transfer that leaves layer by layer while the next layer is being computed, as a prefill worker does it.
 
-The computing is real: a thread of the sending process, on another core, derives a key for each layer, in one call that
-holds no GIL, as the libraries do that compute a layer.
+The computing is real: another process, on another core, derives a key for each layer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import os
-import statistics
-import threading
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hurray_rdma.bench import computing
+from hurray_rdma.bench.computing import TIMES, compute
 from hurray_rdma.bench.messages import RanLayers, RunLayers
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.engine import Peer
@@ -31,45 +30,47 @@ def unit_seconds() -> float:
     best = 1.0
     for _ in range(50):
         started = time.perf_counter()
-        _compute(_UNITS_TIMED)
+        compute(_UNITS_TIMED)
         best = min(best, (time.perf_counter() - started) / _UNITS_TIMED)
     return best
 
 
-def _compute(units: int) -> None:
-    """Keeps a core busy and hardly touches memory."""
-    if units:
-        hashlib.pbkdf2_hmac("sha256", b"layer", b"salt", units)
-
-
 class _Computing:
-    """The thread: computes layer after layer and tells the event loop of each."""
+    """The process, as whoever sends knows it."""
 
-    def __init__(self, num_layers: int, request: RunLayers) -> None:
-        self.times_ns = np.zeros((num_layers, 2), np.int64)
-        self._work, self._core = request.work, request.core
-        self._loop = asyncio.get_running_loop()
-        self._done = [asyncio.Event() for _ in range(num_layers)]
-        self._thread = threading.Thread(target=self._run)
+    def __init__(self, said: asyncio.StreamReader, told: asyncio.StreamWriter) -> None:
+        self._said, self._told = said, told
 
     def start(self) -> None:
-        self._thread.start()
+        self._told.write(b"\0")
 
-    def _run(self) -> None:
-        if self._core is not None:
-            os.sched_setaffinity(threading.get_native_id(), {self._core})
-        for layer, done in enumerate(self._done):
-            self.times_ns[layer, 0] = time.monotonic_ns()
-            _compute(self._work)
-            self.times_ns[layer, 1] = time.monotonic_ns()
-            self._loop.call_soon_threadsafe(done.set)
+    async def layer(self) -> tuple[int, int]:
+        """The next layer, once it is computed: begin and end, nanoseconds."""
+        began_ns, ended_ns = TIMES.unpack(await self._said.readexactly(TIMES.size))
+        return began_ns, ended_ns
 
-    async def wait(self, layer: int) -> None:
-        """Until the layer is computed."""
-        await self._done[layer].wait()
 
-    def join(self) -> None:
-        self._thread.join()
+@contextlib.asynccontextmanager
+async def _computing(num_layers: int, request: RunLayers) -> AsyncIterator[_Computing]:
+    """Ready to start; ends with the block."""
+    numbers = (num_layers, request.work, -1 if request.core is None else request.core)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        computing.__file__,
+        *map(str, numbers),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdout.readexactly(1)
+        yield _Computing(process.stdout, process.stdin)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanLayers:
@@ -81,38 +82,43 @@ async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanL
         request: what to do.
     """
     num_layers = snapshot.pool.spec.num_layers
-    computing = _Computing(num_layers, request)
-    sent_ns = np.zeros((num_layers, 2), np.int64)
-    async with contextlib.AsyncExitStack() as ending:
+    computed_ns, sent_ns = np.zeros((num_layers, 2), np.int64), np.zeros((num_layers, 2), np.int64)
+    async with _computing(num_layers, request) as process, contextlib.AsyncExitStack() as ending:
         started_ns = time.monotonic_ns()
-        computing.start()  # before pages are asked for: a prefill worker does not wait for them either
+        process.start()  # before pages are asked for: a prefill worker does not wait for them either
         transfer = await ending.enter_async_context(peer.begin(snapshot, key="layers")) if request.transfer else None
         for layer in range(num_layers):
-            await computing.wait(layer)
+            computed_ns[layer] = await process.layer()
             if transfer is not None:
                 sent_ns[layer, 0] = time.monotonic_ns()
                 await transfer.send_layer(layer)
                 sent_ns[layer, 1] = time.monotonic_ns()
-    ended_ns = time.monotonic_ns()
-    await asyncio.to_thread(computing.join)
-    return RanLayers(started_ns, ended_ns, computing.times_ns, sent_ns)
+        await ending.aclose()
+        ended_ns = time.monotonic_ns()
+    return RanLayers(started_ns, ended_ns, computed_ns, sent_ns)
 
 
 def lost_seconds(together: Sequence[RanLayers], alone: Sequence[RanLayers]) -> float:
     """How much longer computing and sending take together than computing alone.
 
-    That is little beside what a machine's pace varies by from one moment to the next. So each run is held against those
-    right before and after it, and the median is taken.
+    That is little beside what a machine's pace varies by from one moment to the next. So each layer is held against the
+    same one of the runs right before and after; of what all runs lose there the mean is taken, the tenth at either end
+    left out; and all layers are added up.
 
     Args:
         together: at least one.
         alone: one before the first of these, and one after each.
     """
-    own = [*map(ran_seconds, alone)]
-    return statistics.median(
-        ran_seconds(both) - (before + after) / 2
-        for both, before, after in zip(together, own[:-1], own[1:], strict=True)
-    )
+    both, own = np.array([*map(_steps_ns, together)]), np.array([*map(_steps_ns, alone)])
+    lost_ns = np.sort(both - (own[:-1] + own[1:]) / 2, axis=0)
+    left_out = len(lost_ns) // 10
+    return float(lost_ns[left_out : len(lost_ns) - left_out].mean(axis=0).sum() / 1e9)
+
+
+def _steps_ns(ran: RanLayers) -> NDArray[np.int64]:
+    """How long until each layer was computed since the one before, and what came after the last,
+    ``[num_layers + 1]``."""
+    return np.diff(ran.computed_ns[:, 1], prepend=ran.started_ns, append=ran.ended_ns)
 
 
 def ran_seconds(ran: RanLayers) -> float:
