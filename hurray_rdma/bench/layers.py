@@ -67,10 +67,12 @@ async def _computing(num_layers: int, request: RunLayers) -> AsyncIterator[_Comp
         assert process.stdout is not None
         await process.stdout.readexactly(1)
         yield _Computing(process.stdout, process.stdin)
-    finally:
+    except BaseException:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        raise
+    finally:
+        await process.wait()  # else it has ended by itself, with its last layer
 
 
 async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanLayers:
