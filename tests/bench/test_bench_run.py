@@ -203,17 +203,25 @@ def tls(name: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """``hurray-rdma serve`` on a port of its own, and its address."""
+    # Without a buffer: one may take more than the first line, and keep it from whoever reads the rest.
     server = subprocess.Popen(
-        [*COMMAND, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     )
     try:
         assert server.stdout is not None
-        yield server, server.stdout.readline().removeprefix("listening on ").strip()
+        yield server, server.stdout.readline().decode().removeprefix("listening on ").strip()
     finally:
         server.kill()
         server.communicate()
+
+
+def told_to_end(server: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """What it printed since, and its errors."""
+    server.send_signal(signal.SIGTERM)
+    printed, errors = server.communicate(timeout=30)
+    return printed.decode(), errors.decode()
 
 
 def test_two_machines(tmp_path: Path) -> None:
@@ -234,8 +242,7 @@ def test_two_machines(tmp_path: Path) -> None:
         assert refused.returncode == 1
         assert "no token was given" in refused.stderr
         assert "--token-file FILE" in refused.stderr
-        server.send_signal(signal.SIGTERM)
-        printed, errors = server.communicate(timeout=30)
+        printed, errors = told_to_end(server)
     assert (server.returncode, errors) == (0, "")
     assert f"to send: hurray-rdma bench --connect {address} --token-file FILE\n" in printed
     report = msgspec.json.decode(facts.read_bytes(), type=BenchReport)
@@ -282,7 +289,7 @@ def test_a_receiver_that_is_killed_is_told_as_lost(tmp_path: Path) -> None:
             [*COMMAND, "bench", "--connect", address, "--config", str(path)], stderr=subprocess.PIPE, text=True
         )
         assert server.stdout is not None
-        while "transfers" not in server.stdout.readline():
+        while b"transfers" not in server.stdout.readline():
             assert sending.poll() is None
         server.kill()
         _, told = sending.communicate(timeout=60)
@@ -321,8 +328,7 @@ def test_an_address_that_stands_for_all_is_told_as_one_that_others_can_use(tmp_p
     path.write_text(SMALL_SERVE)
     token.write_text("a secret")
     with serving("--listen", "0.0.0.0:0", "--config", str(path), "--token-file", str(token)) as (server, address):
-        server.send_signal(signal.SIGTERM)
-        printed, _ = server.communicate(timeout=30)
+        printed, _ = told_to_end(server)
     port = address.removeprefix("0.0.0.0:")
     addresses = [each for each in own_addresses(ipv6=False) if not each.startswith("127.")] or ["0.0.0.0"]
     for each in addresses:
