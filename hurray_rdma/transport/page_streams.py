@@ -146,6 +146,7 @@ class PageStream:
         timeout_s: float,
     ) -> int:
         """Moves a plan to the other side, or (``get``) from there; returns the bytes moved when all are in place.
+        Whether what came from there was still what it should be, says the acknowledgement of the transfer.
 
         The local memory is free when it returns or raises, and nothing is written into it any more. What the other side
         has not taken by then it takes only while it permits that, maybe as the memory is by then (page_lending.h).

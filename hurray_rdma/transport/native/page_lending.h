@@ -7,11 +7,11 @@
  * end has answered for all of it: then nobody reads it any more; what TCP should send again is thrown away there, since
  * it is there already. Who is asked for pages lends them to its own host only, as its exchange has no such end; that a
  * reader took all in time is what the acknowledgement of its transfer says. Where the exchange of one who writes ends
- * earlier, `end` resets the connection, which throws away all that has not
- * left. What the receiver's kernel has by then is on this same machine, and may be read as it changes: into pages of
- * the transfer that has just failed here, so is never completed there, while that permits it; others get those pages
- * only when that permit has ended, and then nothing of it lands any more. One who keeps to no rules may thus see what
- * comes after in the pages that he was being sent.
+ * earlier, `end` resets the connection, which throws away all that has not left. What the receiver's kernel has by then
+ * is on this same machine, and may be read as it changes: into pages of the transfer that has just failed here, so is
+ * never completed there, while that permits it; others get those pages only when that permit has ended, and then
+ * nothing of it lands any more. One who keeps to no rules may thus see what comes after in the pages that he was being
+ * sent.
  */
 #ifndef HURRAY_PAGE_LENDING_H
 #define HURRAY_PAGE_LENDING_H

@@ -81,12 +81,12 @@ static int pass(int fd, int send, uint64_t nbytes)
 }
 
 /* Between pages and socket, as long as the permit lasts. What was lent by then may be taken later: who reads learns
- * from the acknowledgement of its transfer whether all of it was taken before. */
+ * from the acknowledgement of its transfer whether all of it was taken before. `lending`: NULL where all is copied. */
 static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, const hurray_parcel_t *parcel,
                                          uint64_t serial, struct iovec *iov, size_t count, hurray_lending_t *lending)
 {
     int send = parcel->kind == HURRAY_PARCEL_READ;
-    int lends = send && hurray_is_on_this_host(fd) && hurray_lending_suits(lending, iov, count, parcel->nbytes);
+    int lends = send && lending != NULL && hurray_lending_suits(lending, iov, count, parcel->nbytes);
     uint64_t left = parcel->nbytes;
 
     while (left > 0) {
@@ -94,7 +94,9 @@ static hurray_stream_status_t move_pages(hurray_permits_t *permits, int fd, cons
         int error;
 
         if (!hurray_permits_enter(permits, parcel->transfer_id, serial)) {
-            hurray_lending_drop(lending);
+            if (lends) {
+                hurray_lending_drop(lending);
+            }
             return pass(fd, send, left) == 0 ? HURRAY_STREAM_ENDED : HURRAY_STREAM_LOST;
         }
         if (lends) {
@@ -184,7 +186,7 @@ static hurray_served_t serve(hurray_permits_t *permits, int fd, hurray_lending_t
     struct iovec iov[HURRAY_PARCEL_PIECES];
     hurray_piece_t pieces[HURRAY_PARCEL_PIECES];
     hurray_parcel_t parcel;
-    int came;
+    int came, lends = hurray_is_on_this_host(fd);
 
     while ((came = next(fd, &parcel, lending)) == 1) {
         uint64_t serial = 0;
@@ -209,7 +211,7 @@ static hurray_served_t serve(hurray_permits_t *permits, int fd, hurray_lending_t
             if (parcel.kind == HURRAY_PARCEL_READ && answer(fd, parcel.seq, HURRAY_STREAM_OK) != 0) {
                 served.status = HURRAY_STREAM_LOST;
             } else {
-                served.status = move_pages(permits, fd, &parcel, serial, iov, parcel.count, lending);
+                served.status = move_pages(permits, fd, &parcel, serial, iov, parcel.count, lends ? lending : NULL);
             }
         } else if (served.status == HURRAY_STREAM_ENDED && parcel.kind == HURRAY_PARCEL_WRITE) {
             served.status = pass(fd, 0, parcel.nbytes) == 0 ? HURRAY_STREAM_ENDED : HURRAY_STREAM_LOST;
