@@ -50,15 +50,15 @@ def commands(mode: str, replaced: Mapping[str, str]) -> list[list[str]]:
 
 
 @contextmanager
-def serving(mode: str, replaced: Mapping[str, str], logs: Path) -> Iterator[Served]:
-    """The two and the proxy, all on other ports; arguments as of `commands`."""
+def serving(mode: str, replaced: Mapping[str, str], logs: Path, **settings: Any) -> Iterator[Served]:
+    """The two and the proxy, all on other ports; arguments as of `commands` and `vllm_serve`."""
     ports = {printed: free_port() for printed in (8100, 8200, PROXY_PORT)}
     ours = {str(printed): str(port) for printed, port in ports.items() if printed != PROXY_PORT}
     first, second, third = commands(mode, ours | dict(replaced) | {" MODEL": f" {MODEL}"})
     assert (first[:2], second[:2], third[0]) == (["vllm", "serve"], ["vllm", "serve"], "python")
     with ExitStack() as running:
         prefill, decode = (
-            running.enter_context(vllm_serve(line[2:], port=port, core=core, log=logs / f"{core}.log"))
+            running.enter_context(vllm_serve(line[2:], port=port, core=core, log=logs / f"{core}.log", **settings))
             for core, (line, port) in enumerate(zip((first, second), ports.values(), strict=False))
         )
         port = ports[PROXY_PORT]
@@ -87,10 +87,10 @@ def text_of(told: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def until(holds: Callable[[], bool], *, timeout_s: float = 30) -> None:
+def until(holds: Callable[[], bool], *, timeout_s: float = 30, told: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, told()
         time.sleep(0.1)
 
 
