@@ -30,8 +30,8 @@ from tests.vllm.serving import (
     until,
 )
 
-
 CONTEXT = 8192
+"""Tokens of a request. A client that goes away leaves far more of them than a stall of a busy machine lasts."""
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,6 @@ def test_what_vllm_refuses_is_passed_on(served: Served) -> None:
 
 def test_a_client_that_goes_away_ends_its_request(served: Served) -> None:
     num_tokens = served.decode.metric("vllm:generation_tokens_total")
-    # So many that they take far longer than a busy machine's servers may take to notice.
     wanted = asked("Count to a thousand: one, two,", max_tokens=CONTEXT - 100, ignore_eos=True)
     stream = Stream(served.proxy, TEXT, wanted)
     next(iter(stream))
