@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -285,9 +285,15 @@ class AheadGrants:
         session = self._route.session
         return session.silent_s(self._loop.time()) > _SILENT_HEARTBEATS * session.config.heartbeat_s
 
-    def forget_pools(self) -> None:
-        """The peer's pools are not what they were."""
+    def forget_pools(self, known: Collection[int]) -> None:
+        """The peer's pools are not what they were; what it granted of those that are gone, it takes back itself.
+
+        Args:
+            known: the numbers of those that it has. No number is used twice.
+        """
         self._pairs.clear()
+        self._grants = {(number, device): held for (number, device), held in self._grants.items() if number in known}
+        self._bars = {number: bar for number, bar in self._bars.items() if number in known}
 
     def pair_of(self, source: PagePool, name: str | None) -> PoolPair | None:
         """What is the same for all snapshots of a pool into the peer's of that name; None where these do not fit, or

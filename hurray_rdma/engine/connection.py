@@ -424,10 +424,10 @@ class Connection:
                     self._exchanges[transfer_id].ended_by_peer(self._told(error))
             case PoolAnnounced(pool=pool):
                 self._pools.hear(pool)
-                self.ahead.forget_pools()
+                self.ahead.forget_pools(self._pools.numbers)
             case PoolRemoved(pool_id=pool_id):
                 self._pools.remove(pool_id)
-                self.ahead.forget_pools()
+                self.ahead.forget_pools(self._pools.numbers)
             case PoolsAnnounced():
                 self._ready.set()
             case SessionClosed(error=error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 from hurray_rdma.cache import CacheSpec, PoolLayout
@@ -57,6 +58,11 @@ class RemotePools:
         """Roles and layers of the one that has most; of what can be in a snapshot."""
         counts = (len(layout.spec.tensors) for _, layout in self._announced.values())
         return min(MAX_DESCRIPTORS, max(counts, default=1))
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """Of those that can be used."""
+        return self._announced.keys()
 
     def use(self, endpoint: Endpoint | None, stream: PageStream | None) -> None:
         """Reaches them over an endpoint, and those on the host over the stream, if there is one; without an endpoint,

@@ -595,6 +595,8 @@ def test_a_pool_that_is_removed_takes_back_what_was_granted_ahead() -> None:
                     await eventually(lambda: counts(further)[1] >= 8)
                     engine.remove_pool(f"further {turn}")
                     await settled(further, NUM_PAGES, 0, 0)
+                assert peer._connection is not None
+                assert {number for number, _ in peer._connection.ahead._grants} <= {0, 2}
                 await until_granted_ahead(peer, snapshot_of(source, [3]), traffic)
                 taking.check()
 
