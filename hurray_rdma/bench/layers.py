@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +22,12 @@ from hurray_rdma.bench.messages import RanLayers, RunLayers
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.engine import Peer
 
-__all__ = ["lost_seconds", "ran_seconds", "run_layers", "unit_seconds"]
+__all__ = ["LayersMover", "by_copying", "by_engine", "lost_seconds", "ran_seconds", "run_layers", "unit_seconds"]
 
 _UNITS_TIMED = 1000
+
+LayersMover: TypeAlias = AbstractAsyncContextManager[Callable[[int], Awaitable[object]]]
+"""All layers; what it opens moves the one of that number."""
 
 
 def unit_seconds() -> float:
@@ -75,33 +80,45 @@ async def _computing(num_layers: int, request: RunLayers) -> AsyncIterator[_Comp
         await process.wait()  # else it has ended by itself, with its last layer
 
 
-async def run_layers(peer: Peer, snapshot: Snapshot, request: RunLayers) -> RanLayers:
-    """One round: computing, sending, or both together.
+@contextlib.asynccontextmanager
+async def by_engine(peer: Peer, snapshot: Snapshot) -> AsyncIterator[Callable[[int], Awaitable[object]]]:
+    """Sends the layers of a snapshot."""
+    async with peer.begin(snapshot, key="layers") as transfer:
+        yield transfer.send_layer
+
+
+@contextlib.asynccontextmanager
+async def by_copying(copy: Callable[[int], object]) -> AsyncIterator[Callable[[int], Awaitable[object]]]:
+    """Calls ``copy`` for each layer, off the event loop, as the engine does it."""
+    yield lambda layer: asyncio.to_thread(copy, layer)
+
+
+async def run_layers(mover: LayersMover | None, num_layers: int, request: RunLayers) -> RanLayers:
+    """One round: computing, moving, or both together.
 
     Args:
-        peer: to send to.
-        snapshot: all its layers are sent.
+        mover: of the layers; None moves nothing.
+        num_layers: how many there are.
         request: what to do.
     """
-    num_layers = snapshot.pool.spec.num_layers
     computed_ns, sent_ns = np.zeros((num_layers, 2), np.int64), np.zeros((num_layers, 2), np.int64)
     async with _computing(num_layers, request) as process, contextlib.AsyncExitStack() as ending:
         started_ns = time.monotonic_ns()
         process.start()  # before pages are asked for: a prefill worker does not wait for them either
-        transfer = await ending.enter_async_context(peer.begin(snapshot, key="layers")) if request.transfer else None
+        move = None if mover is None else await ending.enter_async_context(mover)
         for layer in range(num_layers):
             computed_ns[layer] = await process.layer()
-            if transfer is not None:
+            if move is not None:
                 sent_ns[layer, 0] = time.monotonic_ns()
-                await transfer.send_layer(layer)
+                await move(layer)
                 sent_ns[layer, 1] = time.monotonic_ns()
         await ending.aclose()
         ended_ns = time.monotonic_ns()
     return RanLayers(started_ns, ended_ns, computed_ns, sent_ns)
 
 
-def lost_seconds(together: Sequence[RanLayers], alone: Sequence[RanLayers]) -> float:
-    """How much longer computing and sending take together than computing alone.
+def lost_seconds(together: Sequence[RanLayers], alone: Sequence[tuple[RanLayers, RanLayers]]) -> float:
+    """How much longer computing and moving take together than computing alone.
 
     That is little beside what a machine's pace varies by from one moment to the next. So each layer is held against the
     same one of the runs right before and after; of what all runs lose there the mean is taken, the tenth at either end
@@ -109,10 +126,10 @@ def lost_seconds(together: Sequence[RanLayers], alone: Sequence[RanLayers]) -> f
 
     Args:
         together: at least one.
-        alone: one before the first of these, and one after each.
+        alone: computing alone, right before and right after each of these.
     """
-    both, own = np.array([*map(_steps_ns, together)]), np.array([*map(_steps_ns, alone)])
-    lost_ns = np.sort(both - (own[:-1] + own[1:]) / 2, axis=0)
+    both, own = np.array([*map(_steps_ns, together)]), np.array([[*map(_steps_ns, around)] for around in alone])
+    lost_ns = np.sort(both - own.mean(axis=1), axis=0)
     left_out = len(lost_ns) // 10
     return float(lost_ns[left_out : len(lost_ns) - left_out].mean(axis=0).sum() / 1e9)
 

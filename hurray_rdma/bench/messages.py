@@ -176,14 +176,14 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class RunLayers:
-    """To the sending process: one transfer, layer by layer, while a thread computes each layer before it is sent."""
+    """To the sending process: the pages, layer by layer; another process computes each layer before it is moved."""
 
     work: int
     """Units of computing a layer, of a fixed amount each; 0 does not compute."""
-    transfer: bool
-    """Whether anything is sent."""
+    by: Party | None
+    """Who moves the pages: the engine, a copy past the cache within the sending process, or nobody."""
     core: int | None
-    """Where the computing thread stays."""
+    """Where the computing process stays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ def _parts(report: BenchReport) -> list[str]:
         row = report.overlap
         note = (
             f"{row.hidden:.1%} of {row.transfer_s.median * 1e3:.1f} ms of transfer are hidden behind the computing of "
-            f"{row.num_layers} layers of {size_text(row.layer_nbytes)}; at most {row.possible:.1%} can be."
+            f"{row.num_layers} layers of {size_text(row.layer_nbytes)}, of a plain copy in its place "
+            f"{row.copy_hidden:.1%}; at most {row.possible:.1%} can be."
         )
         parts.append(section("Layer by layer", f"<p>{escape(note)}</p>" + plots.overlap_plot(row)))
     parts.append(section("All figures", f"<pre>{escape(_text(report))}</pre>"))

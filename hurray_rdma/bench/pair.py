@@ -99,10 +99,10 @@ class Pair:
         return Measured((ran.ended_ns - ran.started_ns) / 1e9, (usable_ns - ran.started_ns) / 1e9, cpu_s)
 
     def measure_layers(self, request: RunLayers) -> tuple[RanLayers, Arrived | None]:
-        """Computes and sends layer by layer; the second is None if nothing was sent."""
+        """Computes and moves layer by layer; the second is None if nothing was sent to the receiver."""
         self._sender.send(request)
         ran = self._supervisor.receive(self._sender, RanLayers)
-        if not request.transfer:
+        if request.by is not Party.HURRAY:
             return ran, None
         self._receiver.send(Collect(Party.HURRAY, 1))
         return ran, self._supervisor.receive(self._receiver, Arrived)

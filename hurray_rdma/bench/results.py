@@ -112,6 +112,9 @@ class OverlapRow:
     together_s: Stat
     hidden: float
     """Share of the transfer's time that the computing hides: what `lost_seconds` tells is not."""
+    copy_hidden: float
+    """The same of a plain copy of the pages within the sender, past the cache, in the place of the transfer: what this
+    machine's memory and cores let anybody hide."""
     possible: float
     """The same if nothing but the last layer's transfer were left over: 1 - 1 / num_layers."""
     timeline: tuple[LayerTimes, ...]

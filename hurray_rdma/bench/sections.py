@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -236,8 +237,26 @@ def idle(rig: Rig, config: IdleConfig, run: RunConfig, step: Step) -> IdleRow:
     return IdleRow(seconds=seconds, cpu_share=cpu_s / seconds)
 
 
+@dataclass(slots=True)
+class _LayerRuns:
+    """Layers moved by one party, again and again."""
+
+    by: Party
+    moved: list[RanLayers] = field(default_factory=list)
+    """Without computing."""
+    together: list[tuple[RanLayers, Arrived | None]] = field(default_factory=list)
+    alone: list[tuple[RanLayers, RanLayers]] = field(default_factory=list)
+    """Computing alone, right before and right after each of ``together``."""
+
+    @property
+    def hidden(self) -> float:
+        """Share of the moving's time that the computing hides."""
+        lost_s = lost_seconds([ran for ran, _ in self.together], self.alone)
+        return 1 - lost_s / statistics.median(map(ran_seconds, self.moved))
+
+
 def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> OverlapRow:
-    """Computing alone, sending alone, and both together, in turns, several times a round.
+    """Computing alone, sending alone, and both together, in turns, several times a round; and a copy like sending.
 
     Where there are two cores, one computes and both processes share the other.
     """
@@ -256,31 +275,31 @@ def overlap(rig: Rig, config: OverlapConfig, run: RunConfig, step: Step) -> Over
         if rig.cores is not None and core == rig.cores[1]:
             # Computing has its core to itself: nobody's receiver takes turns with the sender's kernels.
             moved.enter_context(on_core(rig.pair.pids[1], rig.cores[0]))
-        send = RunLayers(work=0, transfer=True, core=core)
+        send = RunLayers(work=0, by=Party.HURRAY, core=core)
         sent_s = statistics.median(ran_seconds(rig.pair.measure_layers(send)[0]) for _ in range(_LAYER_RUNS))
         work = max(1, round(config.compute_ratio * sent_s / config.num_layers / unit_seconds()))
-        compute = RunLayers(work=work, transfer=False, core=core)
-        both = RunLayers(work=work, transfer=True, core=core)
-        alone, transfer_s = [rig.pair.measure_layers(compute)[0]], []
-        together: list[tuple[RanLayers, Arrived]] = []
+        compute = RunLayers(work=work, by=None, core=core)
+        sent, copied = _LayerRuns(Party.HURRAY), _LayerRuns(Party.STREAM)
+        alone = rig.pair.measure_layers(compute)[0]
         for _ in range(run.rounds * _LAYER_RUNS):
-            transfer_s.append(ran_seconds(rig.pair.measure_layers(send)[0]))
-            ran, arrived = rig.pair.measure_layers(both)
-            assert arrived is not None, "it was sent"
-            together.append((ran, arrived))
-            alone.append(rig.pair.measure_layers(compute)[0])
+            for runs in (sent, copied):
+                runs.moved.append(rig.pair.measure_layers(replace(send, by=runs.by))[0])
+                runs.together.append(rig.pair.measure_layers(replace(send, by=runs.by, work=work)))
+                before, alone = alone, rig.pair.measure_layers(compute)[0]
+                runs.alone.append((before, alone))
     rig.close_case()
-    lost = lost_seconds([ran for ran, _ in together], alone)
-    together.sort(key=lambda each: ran_seconds(each[0]))
+    middle, arrived = sorted(sent.together, key=lambda each: ran_seconds(each[0]))[len(sent.together) // 2]
+    assert arrived is not None, "it was sent"
     return OverlapRow(
         num_layers=config.num_layers,
         layer_nbytes=case.nbytes // config.num_layers,
-        compute_s=Stat.of([ran_seconds(ran) for ran in alone]),
-        transfer_s=Stat.of(transfer_s),
-        together_s=Stat.of([ran_seconds(ran) for ran, _ in together]),
-        hidden=1 - lost / statistics.median(transfer_s),
+        compute_s=Stat.of([ran_seconds(after) for runs in (sent, copied) for _, after in runs.alone]),
+        transfer_s=Stat.of([ran_seconds(ran) for ran in sent.moved]),
+        together_s=Stat.of([ran_seconds(ran) for ran, _ in sent.together]),
+        hidden=sent.hidden,
+        copy_hidden=copied.hidden,
         possible=1 - 1 / config.num_layers,
-        timeline=_timeline(*together[len(together) // 2]),
+        timeline=_timeline(middle, arrived),
     )
 
 

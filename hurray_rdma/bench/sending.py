@@ -11,7 +11,7 @@ import numpy as np
 
 from hurray_rdma.bench.case import Case, cache_spec, snapshot_of, source_pages
 from hurray_rdma.bench.child import allow_writes, answer, context_of, pin
-from hurray_rdma.bench.layers import run_layers
+from hurray_rdma.bench.layers import LayersMover, by_copying, by_engine, run_layers
 from hurray_rdma.bench.memory import ask_for_huge_pages
 from hurray_rdma.bench.messages import (
     CloseCase,
@@ -28,7 +28,7 @@ from hurray_rdma.bench.messages import (
     Used,
     UsePages,
 )
-from hurray_rdma.bench.yardsticks import PageLists, open_yardstick
+from hurray_rdma.bench.yardsticks import LayerCopy, PageLists, open_yardstick
 from hurray_rdma.cache import PagePool, Snapshot
 from hurray_rdma.demo.child import Link
 from hurray_rdma.demo.content import Content
@@ -80,6 +80,7 @@ class _Sender:
         self._open = contextlib.AsyncExitStack()
         self._peers: dict[Party, Peer] = {}
         self._yardsticks: dict[Party, Callable[[], None]] = {}
+        self._copy: LayerCopy | None = None
 
     async def join(self, request: JoinCase) -> Joined:
         case = self._case = request.case
@@ -148,7 +149,17 @@ class _Sender:
         return Ran(np.array(started, np.int64), np.array(ended, np.int64))
 
     async def run_layers(self, request: RunLayers) -> RanLayers:
-        return await run_layers(self._peers[Party.HURRAY], self._snapshot, request)
+        movers: dict[Party | None, Callable[[], LayersMover | None]] = {
+            Party.HURRAY: lambda: by_engine(self._peers[Party.HURRAY], self._snapshot),
+            Party.STREAM: lambda: by_copying(self._layer_copy()),
+            None: lambda: None,
+        }
+        return await run_layers(movers[request.by](), self._case.num_layers, request)
+
+    def _layer_copy(self) -> LayerCopy:
+        if self._copy is None:
+            self._copy = LayerCopy(self._pool, source_pages(self._case), huge_pages=self._case.huge_pages)
+        return self._copy
 
     async def contact(self, request: Contact) -> Ran:
         started, ended = [], []
@@ -161,7 +172,7 @@ class _Sender:
 
     async def close(self, _: CloseCase | None) -> Closed:
         await self._open.aclose()
-        self._peers, self._yardsticks = {}, {}
+        self._peers, self._yardsticks, self._copy = {}, {}, None
         return Closed()
 
 

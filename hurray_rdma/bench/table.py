@@ -119,7 +119,8 @@ def _details(report: BenchReport) -> Table:
             "layer by layer",
             f"[bold]{row.hidden:.1%}[/bold] of {row.transfer_s.median * 1e3:.1f} ms of transfer hidden behind "
             f"{row.compute_s.median * 1e3:.1f} ms of computing {row.num_layers} layers of "
-            f"{size_text(row.layer_nbytes)} (at most {row.possible:.1%}: the last layer has nothing to hide behind)",
+            f"{size_text(row.layer_nbytes)}; of a plain copy in its place {row.copy_hidden:.1%} (at most "
+            f"{row.possible:.1%}: the last layer has nothing to hide behind)",
         )
     if (overhead := report.overhead) is not None:
         table.add_row(

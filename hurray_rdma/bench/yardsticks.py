@@ -1,6 +1,6 @@
 """Other ways to move a case's pages out of the sending process: each a call that returns when the bytes are there.
 
-Knows addresses, offsets and the transport room; nothing of engines.
+Knows pools, addresses, offsets and the transport room; nothing of engines.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from hurray_rdma.bench.memory import private_memory, write_into
 from hurray_rdma.bench.messages import Opened, Party
 from hurray_rdma.bench.sockets import SocketSender
+from hurray_rdma.cache import PagePool
 from hurray_rdma.errors import HurrayError
 from hurray_rdma.transport import Context, Path, Region, RemoteRegion, StopFlag
 from hurray_rdma.transport.binding import native
 
-__all__ = ["PageLists", "open_yardstick"]
+__all__ = ["LayerCopy", "PageLists", "open_yardstick"]
 
 _TIMEOUT_S = 60.0
 _FAR_FUTURE_NS = 2**63 - 1
@@ -42,6 +43,32 @@ class PageLists:
         """From page IDs on both sides."""
         size = np.uint64(page_nbytes)
         return cls(src.astype(np.uint64) * size, dst.astype(np.uint64) * size, np.full(len(src), size))
+
+
+class LayerCopy:
+    """A copy past the cache, within this process, of the pages of one layer; releases the GIL.
+
+    Args:
+        pool: where they are, of one role.
+        src_pages: their IDs, uint32 ``[num_pages]``.
+        huge_pages: as of the case.
+    """
+
+    def __init__(self, pool: PagePool, src_pages: NDArray[np.uint32], *, huge_pages: bool) -> None:
+        tensors = pool.spec.tensors
+        self._layers = [pool.pages(role, layer).view(np.uint8).reshape(pool.num_pages, -1) for role, layer in tensors]
+        page_nbytes, num_pages = self._layers[0].shape[1], len(src_pages)
+        self._lists = PageLists.of(src_pages, np.arange(num_pages, dtype=np.uint32), page_nbytes=page_nbytes)
+        self._stop = StopFlag()
+        memory = private_memory(len(tensors) * num_pages * page_nbytes, huge_pages=huge_pages)
+        self.copied = memory.reshape(len(tensors), num_pages, page_nbytes)
+        """Where they go, one after the other."""
+
+    def __call__(self, layer: int) -> None:
+        """Copies those of the layer of that number."""
+        bases = self._layers[layer].ctypes.data, self.copied[layer].ctypes.data
+        lists = self._lists
+        native.copy(*bases, lists.src_offsets, lists.dst_offsets, lists.lengths, self._stop, _FAR_FUTURE_NS)
 
 
 class _Reached(TypedDict):
