@@ -21,7 +21,7 @@ from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
 from hurray_rdma.control import Commit, Grant, Prepare, Reserve
 from hurray_rdma.engine.compat import page_map_of, pages_nbytes, pages_of
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, retain
-from hurray_rdma.engine.mover import INLINE_NBYTES
+from hurray_rdma.engine.mover import INLINE_NBYTES, STEP_NBYTES
 from hurray_rdma.engine.sayings import commit_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
@@ -60,7 +60,9 @@ class PoolPair:
     whole: WholePages | None
     """Where pages can be copied through a mapping as they are."""
     max_entries: int
-    """A snapshot of more goes the usual way."""
+    """A snapshot of more is not sent into pages granted ahead."""
+    max_at_once: int | None
+    """One of more goes layer by layer, so that its receiver may begin with the first; None: it has one."""
     max_rung: int
     """As many pages are copied at once, so that their receiver may listen meanwhile."""
 
@@ -316,6 +318,7 @@ class AheadGrants:
             descriptor_form(source, dialect=self._route.dialect()),
             WholePages.between(layout, remote.layout) if mapped else None,
             _MAX_NBYTES // pages_nbytes(spec),
+            None if spec.num_layers == 1 else STEP_NBYTES // pages_nbytes(spec),
             INLINE_NBYTES // pages_nbytes(spec),
         )
         return pair

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -273,6 +274,18 @@ class Exchange(ABC, Generic[Answer]):
             transfer_id=self._transfer_id or 0,  # none: it has ended by now, and moves nothing
         )
         return self._mover
+
+    def _soon(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Calls it on the event loop: at once from there, and from a mover thread as soon as the loop gets to it."""
+        here = threading.get_ident()
+
+        def called(*args: Any) -> None:
+            if threading.get_ident() == here:
+                call(*args)
+            else:
+                self._loop.call_soon_threadsafe(call, *args)
+
+        return called
 
     def _at_once(self, work: Callable[[], Moves]) -> None:
         """Works here, which nothing interrupts."""

@@ -15,7 +15,7 @@ from hurray_rdma.errors import HurrayError
 from hurray_rdma.plan import MovesTogether, Plan, TransferPlan
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
 
-__all__ = ["INLINE_NBYTES", "Mover", "Moves"]
+__all__ = ["INLINE_NBYTES", "STEP_NBYTES", "Mover", "Moves"]
 
 
 Offsets = NDArray[np.uint64]
@@ -23,7 +23,7 @@ Offsets = NDArray[np.uint64]
 INLINE_NBYTES = 2 << 20
 """What is copied through a mapping on the event loop: a third of a millisecond, as long as a thread takes to begin and
 to be heard of."""
-_MIN_MOVE_NBYTES = 32 << 20
+STEP_NBYTES = 32 << 20
 """Bytes per native call below which layers are put together: what is around a call costs as much as copying 2 MiB."""
 
 
@@ -91,7 +91,7 @@ class Mover:
             HurrayError: as `RemoteMemory.write`.
         """
         spec, moves = self._pool.spec, Moves()
-        step = max(1, _MIN_MOVE_NBYTES // max(1, self._plan.nbytes // spec.num_layers))
+        step = max(1, STEP_NBYTES // max(1, self._plan.nbytes // spec.num_layers))
         try:
             for start in range(0, len(layers), step):
                 tensors = spec.indices(layers[start : start + step])

@@ -259,7 +259,9 @@ class Peer:
     ) -> SmallPush | None:
         """None where that is not possible. Arguments as of `send`, of which ``started`` is when ``timeout_s`` began."""
         pair = route.ahead.pair_of(snapshot.pool, pool)
-        if pair is None or pair.whole is None or len(snapshot.block_table) > pair.max_entries:
+        if pair is None or pair.whole is None:
+            return None
+        if pair.max_at_once is not None and len(snapshot.block_table) > pair.max_at_once:
             return None
         return SmallPush(
             route,

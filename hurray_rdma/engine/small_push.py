@@ -13,7 +13,7 @@ from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import Grant, StaleGenerationError
 from hurray_rdma.engine.compat import page_map_of, pages_of
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, retain
-from hurray_rdma.engine.mover import INLINE_NBYTES
+from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
 from hurray_rdma.engine.sayings import offer_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
@@ -144,7 +144,13 @@ class SmallPush(Exchange[Grant | None]):
         source = self._snapshot.pool
         self._moved = True
         if self._takes_all(grant):
-            work = partial(self._copy, source, self._whole, self._pages, grant.page_ids)
+            ended = self._soon(self._say_ended)
+
+            def work() -> Moves:
+                moves = self._copy(source, self._whole, self._pages, grant.page_ids)
+                ended()  # sooner than whoever waits for this wakes up
+                return moves
+
             await self._move(source, work, self._num_pages * self._whole.page_nbytes)
         else:
             plan = plan_transfer(
@@ -157,7 +163,7 @@ class SmallPush(Exchange[Grant | None]):
             self._num_pages, self._num_resident = plan.num_pages, plan.num_resident
             mover = self._mover_of(source, plan)
             await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), plan.nbytes)
-        self._say_ended()
+            self._say_ended()
 
     def _say_ended(self) -> None:
         if self._error is None and self._transfer_id is not None:

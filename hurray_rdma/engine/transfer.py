@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -202,16 +202,8 @@ class Transfer(Exchange[Grant]):
         passed.result()
 
     async def _write(self, mover: Mover, layers: list[int]) -> None:
-        here = threading.get_ident()
-
-        def ended(indices: list[int]) -> None:
-            if threading.get_ident() == here:
-                self._ended(indices)
-            else:
-                self._loop.call_soon_threadsafe(self._ended, indices)
-
         nbytes = self._plan.nbytes * len(layers) // self._snapshot.pool.spec.num_layers
-        await self._move(self._snapshot.pool, lambda: mover.move(layers, ended), nbytes)
+        await self._move(self._snapshot.pool, partial(mover.move, layers, self._soon(self._ended)), nbytes)
 
     async def _send_frames(self, packer: Packer, layers: list[int]) -> None:
         """Where the peer's memory cannot be reached: page bytes as TENSOR_DATA, no faster than the peer takes them."""

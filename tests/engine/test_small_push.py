@@ -13,6 +13,7 @@ from hurray_rdma import CacheSpec, Engine, GeometryError, PagePool, Peer
 from hurray_rdma.control import Grant, ServerSession
 from hurray_rdma.engine.exchange import INLINE_NBYTES, Exchange
 from hurray_rdma.engine.small_push import SmallPush
+from hurray_rdma.engine.transfer import Transfer
 from tests.hazards.scenes import SPEC, counts, digest, eventually, fill, make_pool, run, settled, snapshot_of
 
 pytestmark = pytest.mark.both_loops
@@ -61,6 +62,39 @@ def test_what_takes_long_to_copy_is_left_to_a_thread(
             arrival.release()
             await settled(mine, 16, 0, 0)
             assert engine.stats().receive.nbytes == nbytes
+
+    run(job())
+
+
+@pytest.mark.parametrize(("num_layers", "steps"), [(1, [1]), (2, [1, 1])])
+def test_many_pages_go_at_once_where_no_layer_could_be_used_before_the_others(
+    num_layers: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    say_ended, ended = SmallPush._say_ended, Transfer._ended
+
+    def at_once(self: SmallPush) -> None:
+        told.append(num_layers)
+        say_ended(self)
+
+    def by_layers(self: Transfer, indices: list[int]) -> None:
+        told.append(len(indices))
+        ended(self, indices)
+
+    async def job() -> None:
+        monkeypatch.setattr(SmallPush, "_say_ended", at_once)
+        monkeypatch.setattr(Transfer, "_ended", by_layers)
+        spec = replace(LARGE, num_layers=num_layers, roles=("fused",), page_size=512)  # 1 MiB of each layer
+        async with pair(spec, 40) as (mine, engine, theirs, peer):
+            sent = snapshot_of(theirs, range(39, 5, -1))
+            stats = await peer.send(sent, key="a")
+            arrival = await anext(engine.arrivals())
+            assert digest(await arrival.snapshot()) == digest(sent)
+            assert (stats.path, stats.num_pages, stats.sent_nbytes) == ("mapped", 34, 34 * num_layers << 20)
+            assert stats.num_operations < 34 * num_layers, "a fresh pool grants neighbours"
+            assert told == steps
+            arrival.release()
+            await settled(mine, 40, 0, 0)
 
     run(job())
 

@@ -21,7 +21,7 @@ BLOCK = 32
 LEASE_S = 20
 READ = "hurray_rdma.transport.remote:RemoteMemory.read"
 """Pages move; with `AT_ONCE` set to 1, a layer with each call."""
-AT_ONCE = "hurray_rdma.engine.mover:_MIN_MOVE_NBYTES"
+AT_ONCE = "hurray_rdma.engine.mover:STEP_NBYTES"
 PUBLISH = "hurray_rdma.connectors.vllm.worker:WorkerSide.publish"
 """A prompt has been computed."""
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 30, "max_model_len": 768, "max_num_batched_tokens": 64}

@@ -425,6 +425,21 @@ static uint64_t highest(const uint32_t *rows, uint64_t num_rows)
     return found;
 }
 
+/* How many rows from this one on lie one after the other on both sides: they are one piece. */
+static uint64_t run_of(const hurray_rows_t *rows, const hurray_place_t *place, uint64_t row)
+{
+    uint64_t run = 1;
+
+    if (place->src_stride != place->nbytes || place->dst_stride != place->nbytes) {
+        return 1;
+    }
+    while (row + run < rows->num_rows && rows->src_rows[row + run] == rows->src_rows[row] + run &&
+           rows->dst_rows[row + run] == rows->dst_rows[row] + run) {
+        run++;
+    }
+    return run;
+}
+
 static int inside(uint64_t start, uint64_t stride, uint64_t row, uint64_t row_nbytes, uint64_t nbytes)
 {
     uint64_t at, end;
@@ -459,9 +474,10 @@ hurray_outcome_t hurray_copy_rows(uint64_t src_base, uint64_t dst_base, hurray_r
         char *dst = (char *)(dst_base + place->dst_start);
         const char *src = (const char *)(src_base + place->src_start);
 
-        for (uint64_t row = 0; row < rows.num_rows && outcome.status == UCS_OK; row++) {
+        for (uint64_t row = 0, run; row < rows.num_rows && outcome.status == UCS_OK; row += run) {
+            run = run_of(&rows, place, row);
             copy_piece(&outcome, &watch, dst + rows.dst_rows[row] * place->dst_stride,
-                       src + rows.src_rows[row] * place->src_stride, place->nbytes);
+                       src + rows.src_rows[row] * place->src_stride, run * place->nbytes);
         }
     }
     copy_end(&outcome);
