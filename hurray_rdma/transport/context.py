@@ -33,7 +33,7 @@ from hurray_rdma.transport.devices import (
 )
 from hurray_rdma.transport.endpoint import Worker
 from hurray_rdma.transport.mappings import is_anonymous, mapping_kind, ucx_copies
-from hurray_rdma.transport.memory import Region
+from hurray_rdma.transport.memory import Region, RemoteRegion
 from hurray_rdma.transport.streams import Gates, StreamWatch
 
 __all__ = ["Context", "default_context"]
@@ -84,6 +84,8 @@ class Context:
         self._zeros: dict[int, Region] = {}
         self._zeros_lock = threading.Lock()
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self.announced: weakref.WeakValueDictionary[RemoteRegion, Region] = weakref.WeakValueDictionary()
+        """What regions have said of themselves: peers may have heard it."""
         self._lock = threading.Lock()
         self.memory_domain = _memory_domain(self._bound.handle)
         """The same for two processes that UCX lets move bytes through the memory of this host, else different."""
@@ -332,6 +334,11 @@ class Context:
             ) from error
         return new
 
+    def owns(self, remote: RemoteRegion) -> bool:
+        """Whether that is what a region of this context says of itself, as it is registered now."""
+        region = self.announced.get(remote)
+        return region is not None and not region.closed and region.remote() == remote
+
     def open_worker(self) -> Worker:
         """A worker with a progress thread of its own, about 10 ms and 4 MiB; close it."""
         self._check_process()
@@ -339,7 +346,7 @@ class Context:
             index = self._device_index
             with self.in_use():
                 bound = self._bound.open_worker(None if index is None else lambda: self.driver.adopt(index))
-            worker = Worker(bound, self.in_use)
+            worker = Worker(bound, self.in_use, self.owns)
             self._workers.add(worker)
             return worker
 

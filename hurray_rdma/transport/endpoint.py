@@ -36,11 +36,18 @@ class Worker:
     Args:
         bound: the worker.
         current: entered wherever a thread of the caller's may progress it: UCX may ask CUDA then.
+        owns: as of `Context`.
     """
 
-    def __init__(self, bound: BoundWorker, current: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        bound: BoundWorker,
+        current: Callable[[], AbstractContextManager[None]],
+        owns: Callable[[RemoteRegion], bool],
+    ) -> None:
         self._bound = bound
         self.current = current
+        self.owns = owns
         self._unclosed: list[Endpoint] = []
         self.address: bytes = seal(bound.address)
         """What a peer needs to connect, in an envelope."""
@@ -170,6 +177,10 @@ class Endpoint:
         """As of `Worker`."""
         return self._worker.current()
 
+    def owns(self, remote: RemoteRegion) -> bool:
+        """As of `Worker`."""
+        return self._worker.owns(remote)
+
     def read_lanes(self) -> None:
         """Asks UCX for the lanes (``ucp_ep_print_info``) and keeps them as ``lanes``."""
         self.lanes = parse_lanes(self._bound.info(), error_handling=self._error_handling)
@@ -194,7 +205,7 @@ class Endpoint:
 
         Raises:
             ProtocolError: the rkey is damaged.
-            TransportError: UCX cannot use it.
+            TransportError: UCX cannot use it, or the region is not in the memory that it is of.
         """
         memory = RemoteMemory(self, remote, stream=stream, index=index)
         self._remote_memories.append(memory)

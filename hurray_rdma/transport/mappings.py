@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-__all__ = ["is_anonymous", "is_shared_memory", "mapping_kind", "ucx_copies"]
+__all__ = ["is_anonymous", "mapping_kind", "shared_memory_kind", "ucx_copies"]
 
 _LINE = re.compile(r"^(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<mode>\S+) \S+ (?P<file>\S+ \S+)\s*(?P<path>.*)$")
 
@@ -24,7 +24,11 @@ def ucx_copies() -> list[str]:
 def mapping_kind(address: int) -> str:
     """``"sysv"``, ``"posix"``, ``"shared"`` (another shared mapping) or ``"private"``."""
     found = next(_mappings(address, address + 1), None)
-    if found is None or found["mode"][3] != "s":
+    return "private" if found is None else _kind(found)
+
+
+def _kind(found: re.Match[str]) -> str:
+    if found["mode"][3] != "s":
         return "private"
     path = found["path"]
     if path.startswith("/SYSV"):
@@ -42,17 +46,16 @@ def is_anonymous(start: int, end: int) -> bool:
     )
 
 
-def is_shared_memory(start: int, end: int) -> bool:
-    """Whether this process may load and store all bytes before ``end`` in one piece of memory that it can share with
-    others: mapped for both, of one file or segment, and not a GPU's."""
-    files: set[str] = set()
+def shared_memory_kind(start: int, end: int) -> str | None:
+    """As `mapping_kind`, if this process may load and store all bytes before ``end`` in one piece of memory that it can
+    share with others: mapped for both, of one file or segment, and not a GPU's. Else None."""
+    seen: set[tuple[str, str]] = set()
 
     def is_such(found: re.Match[str]) -> bool:
-        files.add(found["file"])
-        mode = found["mode"]
-        return mode.startswith("rw") and mode[3] == "s" and not found["path"].startswith("/dev/nvidia")
+        seen.add((found["file"], kind := _kind(found)))
+        return found["mode"].startswith("rw") and kind != "private" and not found["path"].startswith("/dev/nvidia")
 
-    return _all_are(is_such, start, end) and len(files) == 1
+    return seen.pop()[1] if _all_are(is_such, start, end) and len(seen) == 1 else None
 
 
 def _all_are(such: Callable[[re.Match[str]], bool], start: int, end: int) -> bool:

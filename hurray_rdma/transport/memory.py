@@ -129,7 +129,11 @@ class Region:
         memory = self.memory
         if self._key is None:
             self._key = self._packed_key()
-        return RemoteRegion(remote_addr=memory.address, nbytes=memory.nbytes, rkey=seal(self._key), device=self.device)
+        remote = RemoteRegion(
+            remote_addr=memory.address, nbytes=memory.nbytes, rkey=seal(self._key), device=self.device
+        )
+        self.context.announced[remote] = self
+        return remote
 
     def _packed_key(self) -> bytes:
         try:

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from hurray_rdma.errors import GeometryError, HurrayError, TransportError
 from hurray_rdma.transport.bells import Bell
 from hurray_rdma.transport.binding import native
-from hurray_rdma.transport.envelope import unseal
+from hurray_rdma.transport.keys import open_key
 from hurray_rdma.transport.lanes import carried_by
-from hurray_rdma.transport.mappings import is_shared_memory, mapping_kind
 from hurray_rdma.transport.memory import Region, RemoteRegion
 from hurray_rdma.transport.page_streams import PageStream
 from hurray_rdma.transport.status import deadline_ns, raise_for
@@ -67,6 +66,10 @@ class RemoteMemory:
         remote: the region.
         stream: takes the place of the endpoint between host memory and host memory.
         index: of the region, as the peer's end of the stream counts those of its pool.
+
+    Raises:
+        HurrayError: as `open_key`.
+        TransportError: the endpoint is closed.
     """
 
     def __init__(
@@ -78,20 +81,11 @@ class RemoteMemory:
         self._index = index
         if endpoint.closed:
             raise TransportError("the endpoint is closed")
-        try:
-            with endpoint.current():  # UCX looks whether the memory can be mapped
-                self._rkey = native.RemoteKey(endpoint.bound, unseal(remote.rkey, field="rkey"))
-        except native.UcxError as error:
-            raise TransportError(f"the peer's rkey cannot be used here: {error}", status=error.status) from error
+        opened = open_key(endpoint, remote)
+        self._rkey, self._pointer, self._mapping = opened.key, opened.pointer, opened.kind
         self._lock = threading.Lock()
         self._busy = 0
         self._closing = False
-        # Memory of a device is not for this process's own loads and stores, wherever it is mapped.
-        self._pointer = self._rkey.pointer(remote.remote_addr) if remote.device == "cpu" else 0
-        if self._pointer and not is_shared_memory(self._pointer, self._pointer + remote.nbytes):
-            # The peer says what is not true: stores would crash this process, or change what is its own.
-            self._pointer = 0
-        self._mapping = mapping_kind(self._pointer) if self._pointer else None
         self._carried: dict[str, tuple[int, str]] = {}
         """By the device of this process's memory: the longest piece of which UCX has said what carries it, and what.
         Where neither side is a device's, the endpoint tells."""

@@ -20,7 +20,7 @@ from hurray_rdma import CacheSpec, DeadlineExceededError, Engine, LeaseExpiredEr
 from hurray_rdma.cache import snapshot_keys
 from hurray_rdma.control import AbortRequested, Acknowledged, Granted
 from hurray_rdma.testing.processes import Child
-from hurray_rdma.transport import Context, default_context
+from hurray_rdma.transport import Context, Region, default_context
 from tests.engine import test_unlike as unlike
 from tests.engine.hands import Hand, shaken
 from tests.hazards.scenes import counts, digest, run, settled, stopped
@@ -111,6 +111,30 @@ def test_every_token_arrives_without_ucx(
     if source == dest:  # an aliased page is sent once
         assert (stats.num_table_entries, stats.num_pages) == (11, 9)
         assert stats.sent_nbytes == 9 * len(source.tensors) * (source.page_nbytes + 8 * (2 + 4) * (source == INT8))
+
+
+def lying_receiver(connection: Connection) -> None:
+    """Says of each region that it is elsewhere than what its key is of."""
+    remote = Region.remote
+    Region.remote = lambda region: replace(said := remote(region), remote_addr=said.remote_addr + (1 << 30))  # type: ignore[method-assign]
+    unlike.receiver(connection, SPEC, 64, False, 1)
+
+
+def test_pages_go_in_frames_to_a_peer_whose_regions_are_not_where_its_keys_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Child(lying_receiver) as child, PagePool.allocate(SPEC, 32) as pool:
+        unlike.fill(pool, 5)
+        sent = Snapshot.from_block_tables(pool, TABLES, seq_lens=SEQ_LENS)
+        with caplog.at_level(logging.WARNING, "hurray_rdma"):
+            stats, _, engine = send(child.receive(), sent)
+        assert (stats.lane, stats.path, engine.num_fallbacks) == ("control channel", "frames", 1)
+        assert "not in the memory that its rkey is of" in caplog.text
+        _, _, received, _ = child.receive()
+        for at, (tokens,) in unlike.contents(sent).items():
+            assert np.array_equal(received[at][0], tokens), at
+        assert child.receive() == (64, 0, 0)
+        child.send("end")
 
 
 def test_two_senders_of_half_the_heads_fill_one_arrival(context: Context) -> None:

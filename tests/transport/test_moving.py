@@ -26,7 +26,7 @@ from hurray_rdma.errors import (
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, Endpoint, Path, RemoteMemory, StopFlag, mappings
 from hurray_rdma.transport.lanes import LaneReport
-from hurray_rdma.transport.mappings import is_shared_memory, mapping_kind
+from hurray_rdma.transport.mappings import mapping_kind, shared_memory_kind
 
 PAGE = 8192
 NUM_PAGES = 512
@@ -241,39 +241,16 @@ def test_memory_of_a_device_is_never_reached_by_this_process_s_own_loads_and_sto
         child.send("end")
 
 
-def test_memory_that_this_process_cannot_store_to_is_reached_by_puts_whatever_the_peer_says_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_key_of_memory_that_this_process_cannot_store_to_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with Child(target, {}, True) as child:
         address, remote = child.receive()
         worker = Context().open_worker()
         endpoint = worker.connect(address, timeout_s=10)
-        asked: list[int] = []
-        monkeypatch.setattr(
-            "hurray_rdma.transport.remote.is_shared_memory", lambda start, end: asked.append(end - start)
-        )
-        memory = endpoint.open_region(remote)
-        assert asked == [remote.nbytes]
-        assert memory.path is Path.PUT
-        assert memory.lane not in {"sysv", "posix"}
-        endpoint.close()
-        worker.close()
-        child.send("end")
-
-
-def test_memory_of_this_process_is_not_stored_to_whatever_address_the_peer_says_that_its_own_has() -> None:
-    with Child(target, {}, True) as child, mmap.mmap(-1, NBYTES, mmap.MAP_PRIVATE) as private:
-        address, remote = child.receive()
-        worker = Context().open_worker()
-        endpoint = worker.connect(address, timeout_s=10)
-        mapped = endpoint.open_region(remote)
-        assert mapped.path is Path.MAPPED
-        apart_nbytes = np.frombuffer(private, np.uint8).ctypes.data - mapped._pointer
-        mapped.close()  # so that the next one is mapped where it was
-        lie = endpoint.open_region(replace(remote, remote_addr=remote.remote_addr + apart_nbytes))
-        assert lie.path is Path.PUT
-        too_long = endpoint.open_region(replace(remote, nbytes=1 << 40))
-        assert too_long.path is Path.PUT
+        asked: set[int] = set()
+        monkeypatch.setattr("hurray_rdma.transport.keys.shared_memory_kind", lambda start, end: asked.add(end - start))
+        with pytest.raises(TransportError, match="not in the memory that its rkey is of"):
+            endpoint.open_region(remote)
+        assert asked == {remote.nbytes}
         endpoint.close()
         worker.close()
         child.send("end")
@@ -282,25 +259,25 @@ def test_memory_of_this_process_is_not_stored_to_whatever_address_the_peer_says_
 def test_shared_memory_is_the_host_s_writable_of_one_file_and_has_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     with mmap.mmap(-1, 3 * mmap.PAGESIZE) as whole:
         start = np.frombuffer(whole, np.uint8).ctypes.data
-        assert is_shared_memory(start, start + len(whole))
+        assert shared_memory_kind(start, start + len(whole)) == "shared"
         with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ) as read_only:
             start = np.frombuffer(read_only, np.uint8).ctypes.data
-            assert not is_shared_memory(start, start + 1)
+            assert not shared_memory_kind(start, start + 1)
     lines: list[str] = []
     monkeypatch.setattr(mappings, "open", lambda *_, **__: io.StringIO("".join(lines)), raising=False)
     lines[:] = ["1000-2000 rw-s 00000000 00:01 7 /dev/shm/ucx\n", "2000-3000 rwxs 00001000 00:01 7 /dev/shm/ucx\n"]
-    assert is_shared_memory(0x1800, 0x3000)
-    assert not is_shared_memory(0x1800, 0x3001), "nothing is there"
-    assert not is_shared_memory(0x800, 0x1800)
+    assert shared_memory_kind(0x1800, 0x3000) == "posix"
+    assert not shared_memory_kind(0x1800, 0x3001), "nothing is there"
+    assert not shared_memory_kind(0x800, 0x1800)
     for line, whose in {
         "2000-3000 rw-s 00000000 00:06 528 /dev/nvidiactl\n": "a GPU's",
         "2000-3000 rw-s 00000000 00:01 8 /SYSV00000000 (deleted)\n": "another segment's",
         "2000-3000 rw-p 00000000 00:00 0\n": "this process's alone",
     }.items():
         lines[1] = line
-        assert is_shared_memory(0x1800, 0x2000)
-        assert not is_shared_memory(0x1800, 0x2001), whose
-    assert not is_shared_memory(0x2000, 0x3000)
+        assert shared_memory_kind(0x1800, 0x2000)
+        assert not shared_memory_kind(0x1800, 0x2001), whose
+    assert not shared_memory_kind(0x2000, 0x3000)
 
 
 def test_a_mapped_file_whose_name_looks_like_the_end_of_a_line_is_one_line(tmp_path: pathlib.Path) -> None:
@@ -308,7 +285,7 @@ def test_a_mapped_file_whose_name_looks_like_the_end_of_a_line_is_one_line(tmp_p
     path.write_bytes(bytes(mmap.PAGESIZE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
         start = np.frombuffer(mapped, np.uint8).ctypes.data
-        assert is_shared_memory(start, start + 1)
+        assert shared_memory_kind(start, start + 1)
         assert mapping_kind(start) == "shared"
         assert mapping_kind(2**64 - 1) == "private", "which is behind all lines"
 

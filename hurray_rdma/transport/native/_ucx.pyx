@@ -15,7 +15,7 @@ from libc.string cimport memset, strerror
 from moves cimport (
     HURRAY_DESCRIPTION_SIZE, HURRAY_GET, HURRAY_PUT, hurray_close_begin, hurray_close_drop, hurray_close_wait,
     hurray_closing_t, hurray_copy, hurray_copy_rows, hurray_flush, hurray_map_over, hurray_memcpy, hurray_outcome_t,
-    hurray_place_t, hurray_plan_t, hurray_post, hurray_rings, hurray_rows_inside, hurray_rows_t,
+    hurray_place_t, hurray_plan_t, hurray_post, hurray_rings, hurray_rows_inside, hurray_rows_t, hurray_unmapped,
 )
 from ucp cimport *
 
@@ -385,12 +385,13 @@ cdef class RemoteKey:
         self.owner = (endpoint, endpoint.owner)  # the worker, whose memory the key is of, must outlive it
 
     def pointer(self, uint64_t remote_address):
-        """This process's own address for ``remote_address`` (``ucp_rkey_ptr``), 0 where the memory is not shared."""
+        """This process's own address for ``remote_address`` (``ucp_rkey_ptr``), None where the memory is not shared. Of
+        the address UCX checks nothing."""
         cdef void *address = NULL
         if self.handle == NULL:
             raise ValueError("pointer of a closed remote key")
         if ucp_rkey_ptr(self.handle, remote_address, &address) != UCS_OK:
-            return 0
+            return None
         return <uintptr_t>address
 
     def close(self):
@@ -510,6 +511,11 @@ def rings(const uint64_t[::1] words not None, Py_ssize_t index, uint64_t token, 
     with nogil:
         heard = hurray_rings(bell, token, timeout_ns)
     return heard != 0
+
+
+def is_unmapped(uint64_t start, uint64_t nbytes):
+    """Whether this process has nothing mapped at any of the bytes; see ``hurray_unmapped`` in moves.h."""
+    return hurray_unmapped(start, nbytes) != 0
 
 
 def memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t[::1] src_offsets not None,

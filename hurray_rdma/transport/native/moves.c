@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -519,4 +520,22 @@ int hurray_map_over(uint64_t from, uint64_t to, uint64_t nbytes)
     /* An old size of 0 asks for a second mapping of the same shared pages (mremap(2)). */
     void *mapped = mremap((void *)from, 0, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)to);
     return mapped == MAP_FAILED ? errno : 0;
+}
+
+int hurray_unmapped(uint64_t start, uint64_t nbytes)
+{
+    uint64_t skip = start % (uint64_t)sysconf(_SC_PAGESIZE);
+    void *wanted = (void *)(start - skip), *mapped;
+
+    if (nbytes > UINT64_MAX - start) {
+        return 0;
+    }
+    /* The kernel maps it for a moment, without room, if it can; a kernel before 4.17 does so elsewhere, if it cannot. */
+    mapped = mmap(wanted, skip + nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
+                  -1, 0);
+    if (mapped == MAP_FAILED) {
+        return 0;
+    }
+    munmap(mapped, skip + nbytes);
+    return mapped == wanted;
 }

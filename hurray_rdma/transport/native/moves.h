@@ -105,4 +105,7 @@ void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_off
  */
 int hurray_map_over(uint64_t from, uint64_t to, uint64_t nbytes);
 
+/* Whether no memory is mapped in the pages that hold those bytes. */
+int hurray_unmapped(uint64_t start, uint64_t nbytes);
+
 #endif

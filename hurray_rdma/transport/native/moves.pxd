@@ -53,3 +53,4 @@ cdef extern from "moves.h" nogil:
     void hurray_memcpy(uint64_t src_base, uint64_t dst_base, const uint64_t *src_offsets, const uint64_t *dst_offsets,
                        const uint64_t *lengths, uint64_t count)
     int hurray_map_over(uint64_t from_address, uint64_t to_address, uint64_t nbytes)
+    int hurray_unmapped(uint64_t start, uint64_t nbytes)
