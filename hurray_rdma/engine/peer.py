@@ -20,10 +20,10 @@ from hurray_rdma.engine.connection import Connection, Surroundings
 from hurray_rdma.engine.fetching import FetchedSnapshot, Fetching
 from hurray_rdma.engine.marks import marked
 from hurray_rdma.engine.placement import Placement
-from hurray_rdma.engine.small_push import SmallPush
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.telling import Telling
 from hurray_rdma.engine.transfer import Transfer
+from hurray_rdma.engine.whole_push import WholePush
 from hurray_rdma.errors import DeadlineExceededError, PeerLostError, TransportError
 from hurray_rdma.transport import LaneReport
 
@@ -230,7 +230,7 @@ class Peer:
                 return stats
             push = None
             if not zero_tails:
-                push = self._small_push(connection, snapshot, name, pool=pool, started=started, timeout_s=budget_s)
+                push = self._whole_push(connection, snapshot, name, pool=pool, started=started, timeout_s=budget_s)
             if push is not None:
                 if (stats := await push.send()) is not None:
                     return stats
@@ -254,16 +254,16 @@ class Peer:
         connection = self._connection
         return None if connection is None or connection.lost else connection
 
-    def _small_push(
+    def _whole_push(
         self, route: Connection, snapshot: Snapshot, key: str, *, pool: str | None, started: float, timeout_s: float
-    ) -> SmallPush | None:
+    ) -> WholePush | None:
         """None where that is not possible. Arguments as of `send`, of which ``started`` is when ``timeout_s`` began."""
         pair = route.ahead.pair_of(snapshot.pool, pool)
         if pair is None or pair.whole is None:
             return None
         if pair.max_at_once is not None and len(snapshot.block_table) > pair.max_at_once:
             return None
-        return SmallPush(
+        return WholePush(
             route,
             pair.remote,
             snapshot,

@@ -1,4 +1,4 @@
-"""Small snapshots whose pages lie alike on both sides: copied as soon as their grant is there, or in their turn."""
+"""Snapshots whose pages lie alike on both sides: copied as soon as their grant is there, or in their turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hurray_rdma import CacheSpec, Engine, GeometryError, PagePool, Peer
 from hurray_rdma.control import Grant, ServerSession
 from hurray_rdma.engine.exchange import INLINE_NBYTES, Exchange
-from hurray_rdma.engine.small_push import SmallPush
 from hurray_rdma.engine.transfer import Transfer
+from hurray_rdma.engine.whole_push import WholePush
 from tests.hazards.scenes import SPEC, counts, digest, eventually, fill, make_pool, run, settled, snapshot_of
 
 pytestmark = pytest.mark.both_loops
@@ -43,12 +43,12 @@ def test_what_takes_long_to_copy_is_left_to_a_thread(
     handed_over: list[int] = []
     move = Exchange._move
 
-    async def counted(self: SmallPush, pool: PagePool, work: object, nbytes: int) -> None:
+    async def counted(self: WholePush, pool: PagePool, work: object, nbytes: int) -> None:
         handed_over.append(nbytes)
         await move(self, pool, work, nbytes)  # type: ignore[arg-type]
 
     async def job() -> None:
-        monkeypatch.setattr(SmallPush, "_move", counted)
+        monkeypatch.setattr(WholePush, "_move", counted)
         async with pair(LARGE) as (mine, engine, theirs, peer):
             sent = snapshot_of(theirs, [7, 3, 11, 2, 9, 5][:num_pages])
             stats = await peer.send(sent, key="a")
@@ -71,9 +71,9 @@ def test_many_pages_go_at_once_where_no_layer_could_be_used_before_the_others(
     num_layers: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    say_ended, ended = SmallPush._say_ended, Transfer._ended
+    say_ended, ended = WholePush._say_ended, Transfer._ended
 
-    def at_once(self: SmallPush) -> None:
+    def at_once(self: WholePush) -> None:
         told.append(num_layers)
         say_ended(self)
 
@@ -82,7 +82,7 @@ def test_many_pages_go_at_once_where_no_layer_could_be_used_before_the_others(
         ended(self, indices)
 
     async def job() -> None:
-        monkeypatch.setattr(SmallPush, "_say_ended", at_once)
+        monkeypatch.setattr(WholePush, "_say_ended", at_once)
         monkeypatch.setattr(Transfer, "_ended", by_layers)
         spec = replace(LARGE, num_layers=num_layers, roles=("fused",), page_size=512)  # 1 MiB of each layer
         async with pair(spec, 40) as (mine, engine, theirs, peer):
@@ -122,7 +122,7 @@ def test_a_grant_that_comes_while_the_pool_is_registered_anew_is_used_after_that
                 sending = asyncio.create_task(peer.send(sent, key="a"))
                 arrival = await anext(engine.arrivals())
                 assert peer._connection is not None
-                (push,) = [each for each in peer._connection._exchanges.values() if isinstance(each, SmallPush)]
+                (push,) = [each for each in peer._connection._exchanges.values() if isinstance(each, WholePush)]
                 await eventually(push._answer.done)
                 assert not sending.done()
             await sending

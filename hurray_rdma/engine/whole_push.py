@@ -1,6 +1,8 @@
-"""One small push as its sender sees it: offered, and copied in the very event that brings its grant.
+"""One push of whole pages as its sender sees it: offered, and all copied at once without a plan, small ones in the very
+event that brings their grant.
 
-For pages that lie alike in both pools and go through a mapping; all others are pushed by `hurray_rdma.engine.transfer`.
+For pages that lie alike in both pools and go through a mapping; all others, and those that are to leave layer by layer,
+are pushed by `hurray_rdma.engine.transfer`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from hurray_rdma.errors import HurrayError, PeerLostError, TransferAbortedError
 from hurray_rdma.format import DescriptorForm
 from hurray_rdma.plan import WholePages, plan_transfer
 
-__all__ = ["SmallPush"]
+__all__ = ["WholePush"]
 
 
-class SmallPush(Exchange[Grant | None]):
+class WholePush(Exchange[Grant | None]):
     """A snapshot on its way to a peer; the answer is its grant, or None where it was copied by then and acknowledged.
 
     Args:
