@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,9 @@ class RemotePool:
     """Of the pages here that go there, or come from there."""
     path: str = field(init=False)
     """How they are moved: ``mapped``, ``put`` (or got), ``stream`` or ``frames``."""
+    _whole: WeakKeyDictionary[PagePool, WholePages | None] = field(
+        init=False, repr=False, default_factory=WeakKeyDictionary
+    )
 
     def __post_init__(self) -> None:
         path = self.memories[0].path_from(self.device).value if self.memories else FRAMES_PATH
@@ -66,6 +70,15 @@ class RemotePool:
     def seen_from(self, device: str) -> RemotePool:
         """The same pool, to or from pages on a device."""
         return self if device == self.device else replace(self, device=device)
+
+    def whole_into(self, pool: PagePool) -> WholePages | None:
+        """Where the pages of both are, the peer's as the source; None where they cannot be read through a mapping as
+        they are."""
+        if self.path != _MAPPED:
+            return None
+        if pool not in self._whole:
+            self._whole[pool] = WholePages.between(self.layout, pool.layout)
+        return self._whole[pool]
 
     def same(self, other: RemotePool) -> bool:
         """Whether both are of one announcement, seen from one device."""

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import CacheSpec, Lease, PagePool, Snapshot
+from hurray_rdma.cache import CacheSpec, Lease, PageAllocator, PagePool, Snapshot
 from hurray_rdma.control import (
     AllEnded,
     DescriptorsEnded,
@@ -24,13 +25,14 @@ from hurray_rdma.control import (
 from hurray_rdma.engine.compat import check_published, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
 from hurray_rdma.engine.marks import give_back, mark_soon
+from hurray_rdma.engine.mover import Moves
 from hurray_rdma.engine.nudge import Nudge
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.taking import Taking
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PoolExhaustedError, TransferAbortedError
-from hurray_rdma.plan import PageMap, check_pair, map_keys, plan_transfer
+from hurray_rdma.plan import PageMap, WholePages, check_pair, map_keys, plan_transfer
 from hurray_rdma.transport import Path
 
 __all__ = ["FetchedSnapshot", "Fetching"]
@@ -169,7 +171,11 @@ class Fetching(Exchange[Published]):
             written = await self._lease(pool, int((~found).sum()))
             page_ids[~found] = written.page_ids
         resident = found if found.any() else None
-        if remote.memories:
+        whole, src_pages = remote.whole_into(pool), page_map.unit_src_pages
+        if whole is not None:
+            work = partial(self._read_whole, pool, whole, src_pages[~found], page_ids[~found])
+            await self._move(pool, work, len(src_pages) * whole.page_nbytes)
+        elif remote.memories:
             plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=resident)
             mover = self._mover_of(pool, plan)
             await self._move(pool, lambda: mover.move(pool.spec.layer_indices, lambda _: None), plan.nbytes)
@@ -185,6 +191,21 @@ class Fetching(Exchange[Published]):
         stats = self._collect(page_map, pool.spec, remote, num_written=int((~found).sum()))
         leases, self._leases = self._leases, []
         return FetchedSnapshot(pool, page_map, page_ids, leases, stats)
+
+    def _read_whole(
+        self, pool: PagePool, whole: WholePages, src_pages: NDArray[np.uint32], page_ids: NDArray[np.uint32]
+    ) -> Moves:
+        """Every page at once, through the mapping: those of the peer's pool, and where each goes, ``[num_pages]``."""
+        with pool.gate.moving(timeout_s=self._left_s):
+            moved = self._remote.memories[0].read_rows(
+                pool.regions[0],
+                places=whole.places,
+                src_rows=src_pages,
+                dst_rows=page_ids,
+                stop=self._stop,
+                timeout_s=self._left_s,
+            )
+        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     async def _take(
         self, transfer_id: int, taking: Taking, spec: CacheSpec, resident: NDArray[np.bool_] | None
@@ -218,24 +239,18 @@ class Fetching(Exchange[Published]):
 
     async def _lease(self, pool: PagePool, count: int) -> Lease:
         """Free pages, as soon as there are enough of them."""
-        allocator, freed = pool.allocator, asyncio.Event()
+        allocator = pool.allocator
+        if (lease := self._lease_now(allocator, count)) is not None:
+            return lease
+        freed = asyncio.Event()
         tell = Nudge(freed.set)
         allocator.watch(tell)
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
-                while True:
-                    if self._error is not None:
-                        raise self._error
-                    try:
-                        lease = allocator.lease(count)
-                    except PoolExhaustedError:
-                        if allocator.never_fits(count):
-                            raise
-                    else:
-                        self._leases.append(lease)
-                        return lease
+                while (lease := self._lease_now(allocator, count)) is None:
                     freed.clear()
                     await self._either(freed)
+                return lease
         except TimeoutError:
             if self._error is not None:
                 raise self._error from None
@@ -244,6 +259,19 @@ class Fetching(Exchange[Published]):
             ) from None
         finally:
             allocator.unwatch(tell)
+
+    def _lease_now(self, allocator: PageAllocator, count: int) -> Lease | None:
+        """None where they may become free."""
+        if self._error is not None:
+            raise self._error
+        try:
+            lease = allocator.lease(count)
+        except PoolExhaustedError:
+            if allocator.never_fits(count):
+                raise
+            return None
+        self._leases.append(lease)
+        return lease
 
     async def _either(self, freed: asyncio.Event) -> None:
         """Until pages are freed, or the fetch has failed."""

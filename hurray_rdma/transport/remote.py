@@ -191,25 +191,74 @@ class RemoteMemory:
             TransportError: the path is another.
             HurrayError: as `write`.
         """
-        if self.path_from(src.device) is not Path.MAPPED:
-            raise TransportError("the remote region is not mapped: rows cannot be stored there")
         bell_address, token = 0, 0
         if bell is not None:
             bell_address, token = self._pointer + bell.offset_nbytes, bell.token
             if bell_address % 8 or bell.offset_nbytes + 8 > self.remote.nbytes:
                 rule = f"must be a multiple of 8 inside a region of {self.remote.nbytes} bytes"
                 raise GeometryError(rule, field="bell.offset_nbytes", value=bell.offset_nbytes)
-        memory = src.memory
+        return self._copy_rows(
+            src,
+            places,
+            src_rows,
+            dst_rows,
+            get=False,
+            stop=stop,
+            timeout_s=timeout_s,
+            bell_address=bell_address,
+            token=token,
+        )
+
+    def read_rows(
+        self,
+        dst: Region,
+        *,
+        places: NDArray[np.uint64],
+        src_rows: NDArray[np.uint32],
+        dst_rows: NDArray[np.uint32],
+        stop: StopFlag,
+        timeout_s: float,
+    ) -> Moved:
+        """As `read`, where the path is ``mapped``: rows that lie alike at several places, without a plan of them.
+
+        Args:
+            dst: this process's region.
+            places: as of `write_rows`, the remote region being the source, uint64 ``[num_places, 5]``.
+            src_rows, dst_rows, stop, timeout_s: as of `write_rows`.
+
+        Raises:
+            HurrayError: as of `write_rows`. Whatever it is, nothing is written into ``dst`` any more.
+        """
+        return self._copy_rows(dst, places, src_rows, dst_rows, get=True, stop=stop, timeout_s=timeout_s)
+
+    def _copy_rows(
+        self,
+        local: Region,
+        places: NDArray[np.uint64],
+        src_rows: NDArray[np.uint32],
+        dst_rows: NDArray[np.uint32],
+        *,
+        get: bool,
+        stop: StopFlag,
+        timeout_s: float,
+        bell_address: int = 0,
+        token: int = 0,
+    ) -> Moved:
+        if self.path_from(local.device) is not Path.MAPPED:
+            raise TransportError("the remote region is not mapped: rows cannot be copied through it")
+        memory = local.memory
+        here, there = (memory.address, local.nbytes), (self._pointer, self.remote.nbytes)
+        (src, src_nbytes), (dst, dst_nbytes) = (there, here) if get else (here, there)
         self._enter()
         started = time.monotonic()
         try:
             memory.hold()
             try:
                 posted, _, nbytes, status, _ = native.copy_rows(
-                    memory.address,
-                    src.nbytes,
-                    self._pointer,
-                    self.remote.nbytes,
+                    src,
+                    src_nbytes,
+                    dst,
+                    dst_nbytes,
                     places,
                     src_rows,
                     dst_rows,
@@ -220,15 +269,15 @@ class RemoteMemory:
                 )
             except IndexError:
                 sides = (
-                    ("src", src_rows, places[:, :2], src.nbytes),
-                    ("dst", dst_rows, places[:, 2:4], self.remote.nbytes),
+                    ("src", src_rows, places[:, :2], src_nbytes),
+                    ("dst", dst_rows, places[:, 2:4], dst_nbytes),
                 )
                 raise _row_outside(sides, places[:, 4]) from None
             finally:
                 memory.release()
         finally:
             self._leave()
-        raise_for(status, "put", timeout_s=timeout_s)
+        raise_for(status, "get" if get else "put", timeout_s=timeout_s)
         return Moved(posted, nbytes, time.monotonic() - started)
 
     def read(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from hurray_rdma.engine import exchange
 from hurray_rdma.engine.mover import Mover
 from hurray_rdma.engine.transfer import Transfer
 from hurray_rdma.errors import DeadlineExceededError, TransferAbortedError, TransportError
-from hurray_rdma.transport import Context
+from hurray_rdma.transport import Context, RemoteMemory
 from tests.engine.test_stream_order import NEVER, Stream, first, recorded
 from tests.hazards.scenes import SPEC, counts, make_pool, run, settled, snapshot_of
 from tests.transport.recorded import RecordedDriver
@@ -169,14 +170,14 @@ def test_a_wait_that_takes_too_long_is_the_end_of_the_whole_transfer() -> None:
 def test_a_fetch_that_is_cancelled_again_while_it_ends_gives_its_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def job() -> None:
         begun, may_end = threading.Event(), threading.Event()
-        move = Mover.move
+        read_rows = RemoteMemory.read_rows
 
-        def slowly(mover: Mover, layers: list[int], ended: Callable[[list[int]], None]) -> object:
+        def slowly(self: RemoteMemory, *args: Any, **options: Any) -> object:
             begun.set()
             assert may_end.wait(10)
-            return move(mover, layers, ended)
+            return read_rows(self, *args, **options)
 
-        monkeypatch.setattr(Mover, "move", slowly)
+        monkeypatch.setattr(RemoteMemory, "read_rows", slowly)
         monkeypatch.setattr(exchange, "INLINE_NBYTES", -1)  # in a thread, as of large pages
         with make_pool(SPEC, 8) as source, make_pool(SPEC, 8) as mine:
             async with (

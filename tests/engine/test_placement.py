@@ -292,7 +292,7 @@ def test_a_fetch_whose_reads_may_still_land_raises_only_when_they_cannot(
         raise error
 
     async def job() -> None:
-        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+        with external_pool(SPEC, 12) as pool, Child(publisher, SPEC, "cma") as child:
             address, _ = await asyncio.to_thread(child.receive)
             async with Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:
                 monkeypatch.setattr(RemoteMemory, "read", in_doubt)
@@ -325,7 +325,7 @@ def test_an_engine_without_asyncio_closes_with_such_a_fetch_under_way(monkeypatc
         raise error
 
     monkeypatch.setattr(thread, "_CANCELLED_S", 0.1)
-    with external_pool(SPEC, 12) as pool, Child(publisher, SPEC) as child:
+    with external_pool(SPEC, 12) as pool, Child(publisher, SPEC, "cma") as child:
         address, _ = child.receive()
         close = Endpoint.close
         with sync.Engine(pool, timeout_s=20) as engine, engine.connect(address) as peer:

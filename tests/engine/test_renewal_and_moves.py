@@ -60,13 +60,13 @@ def test_a_fetch_into_a_pool_that_is_registered_anew_meanwhile_has_every_byte(mo
     """Copies that went on into the old memory were lost, and the fetch was complete."""
 
     async def job() -> None:
-        begun, read = threading.Event(), RemoteMemory.read
+        begun, read_rows = threading.Event(), RemoteMemory.read_rows
 
-        def tell(memory: RemoteMemory, *args: Any, **plan: Any) -> Any:
+        def tell(memory: RemoteMemory, *args: Any, **rows: Any) -> Any:
             begun.set()
-            return read(memory, *args, **plan)
+            return read_rows(memory, *args, **rows)
 
-        monkeypatch.setattr(RemoteMemory, "read", tell)
+        monkeypatch.setattr(RemoteMemory, "read_rows", tell)
         with make_pool(LARGE, NUM_LARGE) as pool, Child(publisher) as child:
             async with Engine(pool, listen="127.0.0.1:0", timeout_s=20) as engine:
                 async with engine.connect(await hear(child)) as peer:

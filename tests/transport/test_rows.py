@@ -93,6 +93,47 @@ def test_each_row_goes_where_its_place_says(
     assert np.array_equal(dest.array(), expected)
 
 
+@settings(max_examples=50)
+@given(PLACES, ROWS)
+def test_each_row_that_is_read_comes_from_where_its_place_says(
+    sides: tuple[Region, Region, RemoteMemory], places: list[list[int]], rows: list[list[int]]
+) -> None:
+    mine, theirs, memory = sides
+    kept = mine.array().copy()
+    theirs.array()[:] = np.random.default_rng(2).integers(0, 256, NBYTES, np.uint8)
+    expected = kept.copy()
+    for src, src_stride, dst, dst_stride, nbytes in places:
+        for src_row, dst_row in rows:
+            row = theirs.array()[src + src_row * src_stride :][:nbytes]
+            expected[dst + dst_row * dst_stride :][:nbytes] = row
+    src_rows, dst_rows = np.array(rows, np.uint32).reshape(-1, 2).T.copy()
+    table = np.array(places, np.uint64).reshape(-1, 5)
+    moved = memory.read_rows(
+        mine, places=table, src_rows=src_rows, dst_rows=dst_rows, stop=StopFlag(), timeout_s=LONG_S
+    )
+    assert moved.num_operations == sum(pieces_of(place, rows) for place in places)
+    assert moved.nbytes == sum(place[4] for place in places) * len(rows)
+    assert np.array_equal(mine.array(), expected)
+    mine.array()[:] = kept
+
+
+@pytest.mark.parametrize(("row", "side"), [([16, 0], "src"), ([0, 16], "dst")])
+def test_a_row_outside_is_not_read(sides: tuple[Region, Region, RemoteMemory], row: list[int], side: str) -> None:
+    mine, _, memory = sides
+    kept = mine.array().copy()
+    with pytest.raises(GeometryError, match=f"ends at byte {17 * 4096} of a region of {NBYTES}") as caught:
+        memory.read_rows(
+            mine,
+            places=np.array([[0, 4096, 0, 4096, 4096]], np.uint64),
+            src_rows=np.array([0, row[0]], np.uint32),
+            dst_rows=np.array([0, row[1]], np.uint32),
+            stop=StopFlag(),
+            timeout_s=LONG_S,
+        )
+    assert (caught.value.field, caught.value.value) == (f"{side}_rows[1]", 16)
+    assert np.array_equal(mine.array(), kept)
+
+
 @pytest.mark.parametrize(
     ("place", "row", "side", "end"),
     [
