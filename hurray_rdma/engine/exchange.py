@@ -27,13 +27,13 @@ from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.logs import EngineLog
-from hurray_rdma.engine.mover import INLINE_NBYTES, Mover, Moves
+from hurray_rdma.engine.mover import INLINE_NBYTES, STEP_NBYTES, Mover, Moves
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
 from hurray_rdma.format import Dialect
 from hurray_rdma.plan import TransferPlan, WholePages
-from hurray_rdma.transport import Bell, Path, Region, RemoteMemory, StopFlag
+from hurray_rdma.transport import Bell, Moved, Path, Region, RemoteMemory, StopFlag
 
 __all__ = ["Exchange", "RemotePool", "Route", "retain"]
 
@@ -346,26 +346,34 @@ class Exchange(ABC, Generic[Answer]):
     def _copy(
         self, source: PagePool, whole: WholePages, pages: Uint32, page_ids: Uint32, bell: Bell | None = None
     ) -> Moves:
-        """Every page at once, through the mapping.
+        """Every page, through the mapping.
 
         Args:
             source: of this process.
             whole: of it and the peer's pool.
             pages: in ``source``, uint32 ``[num_pages]``.
             page_ids: where each goes, uint32 ``[num_pages]``.
-            bell: as of `RemoteMemory.write_rows`.
+            bell: as of `RemoteMemory.write_rows`; what rings is one step.
         """
-        with source.gate.moving(timeout_s=self._left_s):
-            moved = self._remote.memories[0].write_rows(
-                source.regions[0],
-                places=whole.places,
-                src_rows=pages,
-                dst_rows=page_ids,
-                stop=self._stop,
-                timeout_s=self._left_s,
-                bell=bell,
-            )
-        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
+        return self._in_steps(source, whole, pages, page_ids, partial(self._remote.memories[0].write_rows, bell=bell))
+
+    def _in_steps(
+        self, pool: PagePool, whole: WholePages, src_pages: Uint32, dst_pages: Uint32, copy: Callable[..., Moved]
+    ) -> Moves:
+        """Copies whole pages; between two steps the pool of this process can be registered anew."""
+        moves, step = Moves(), max(1, STEP_NBYTES // whole.page_nbytes)
+        for start in range(0, len(src_pages), step):
+            with pool.gate.moving(timeout_s=self._left_s):
+                moved = copy(
+                    pool.regions[0],
+                    places=whole.places,
+                    src_rows=src_pages[start : start + step],
+                    dst_rows=dst_pages[start : start + step],
+                    stop=self._stop,
+                    timeout_s=self._left_s,
+                )
+            moves.add(Moves(moved.num_operations, moved.nbytes, moved.seconds))
+        return moves
 
     async def _look_whether_alive(self) -> None:
         """UCX failed: because the peer is gone, maybe, which the session is about to tell. It is not if the peer still

@@ -25,14 +25,13 @@ from hurray_rdma.control import (
 from hurray_rdma.engine.compat import check_published, pages_nbytes
 from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
 from hurray_rdma.engine.marks import give_back, mark_soon
-from hurray_rdma.engine.mover import Moves
 from hurray_rdma.engine.nudge import Nudge
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.taking import Taking
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PoolExhaustedError, TransferAbortedError
-from hurray_rdma.plan import PageMap, WholePages, check_pair, map_keys, plan_transfer
+from hurray_rdma.plan import PageMap, check_pair, map_keys, plan_transfer
 from hurray_rdma.transport import Path
 
 __all__ = ["FetchedSnapshot", "Fetching"]
@@ -171,9 +170,9 @@ class Fetching(Exchange[Published]):
             written = await self._lease(pool, int((~found).sum()))
             page_ids[~found] = written.page_ids
         resident = found if found.any() else None
-        whole, src_pages = remote.whole_into(pool), page_map.unit_src_pages
-        if whole is not None:
-            work = partial(self._read_whole, pool, whole, src_pages[~found], page_ids[~found])
+        if (whole := remote.whole_into(pool)) is not None:
+            src_pages, dst_pages = page_map.unit_src_pages[~found], page_ids[~found]
+            work = partial(self._in_steps, pool, whole, src_pages, dst_pages, remote.memories[0].read_rows)
             await self._move(pool, work, len(src_pages) * whole.page_nbytes)
         elif remote.memories:
             plan = plan_transfer(remote.layout, pool.layout, page_map, page_ids, resident=resident)
@@ -191,21 +190,6 @@ class Fetching(Exchange[Published]):
         stats = self._collect(page_map, pool.spec, remote, num_written=int((~found).sum()))
         leases, self._leases = self._leases, []
         return FetchedSnapshot(pool, page_map, page_ids, leases, stats)
-
-    def _read_whole(
-        self, pool: PagePool, whole: WholePages, src_pages: NDArray[np.uint32], page_ids: NDArray[np.uint32]
-    ) -> Moves:
-        """Every page at once, through the mapping: those of the peer's pool, and where each goes, ``[num_pages]``."""
-        with pool.gate.moving(timeout_s=self._left_s):
-            moved = self._remote.memories[0].read_rows(
-                pool.regions[0],
-                places=whole.places,
-                src_rows=src_pages,
-                dst_rows=page_ids,
-                stop=self._stop,
-                timeout_s=self._left_s,
-            )
-        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     async def _take(
         self, transfer_id: int, taking: Taking, spec: CacheSpec, resident: NDArray[np.bool_] | None

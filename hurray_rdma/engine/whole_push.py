@@ -142,7 +142,8 @@ class WholePush(Exchange[Grant | None]):
         return len(grant.page_ids) == self._num_pages and not (len(grant.resident) and grant.resident.any())
 
     async def _write(self, grant: Grant) -> None:
-        """In its turn: the pool here is being registered anew, or some pages are there already, or all are many."""
+        """In its turn: the pool here is being registered anew, or some pages are there already, or they are too many to
+        copy on the event loop."""
         source = self._snapshot.pool
         self._moved = True
         if self._takes_all(grant):

@@ -25,7 +25,7 @@ _ATTEMPTS = 8
 """To find the place of a mapping empty, and then to get it: other threads may take it in between."""
 
 _unpacking = threading.Lock()
-"""Held while a key comes and goes: what another peer's key brings is never taken for what this one brings."""
+"""Held while a region is opened: what another peer's key brings is never taken for what this one brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,10 @@ def _open_host(endpoint: Endpoint, packed: bytes, remote: RemoteRegion) -> Opene
     A thread that maps shared memory in between, just there, would be mistaken: pools of peers it cannot be, for the
     lock, and what else is mapped is not at a peer's command.
 
+    Not so with xpmem: there UCX keeps what it has attached of a peer for as long as it uses any of it, and gives the
+    same place again. So a region in what is attached already is taken at the peer's word: a lie may reach memory of
+    other peers that is attached, and none of this process.
+
     On an endpoint of a worker to itself UCX takes any stated address for the pointer. There it must be the whole of a
     region of this process, and who knows its key may reach that anyhow.
     """
@@ -82,7 +86,9 @@ def _open_host(endpoint: Endpoint, packed: bytes, remote: RemoteRegion) -> Opene
                 if own:  # and private to this process: UCX moves the bytes
                     return OpenedKey(key)
             key.close()
-            empty = pointer if native.is_unmapped(pointer, remote.nbytes) else None
+            is_empty = native.is_unmapped(pointer, remote.nbytes)
+            stays = not is_empty and shared_memory_kind(pointer, pointer + remote.nbytes) == "xpmem"
+            empty = pointer if is_empty or stays else None
     raise TransportError(
         "the peer's region is not in the memory that its rkey is of",
         field="remote_addr",

@@ -22,7 +22,7 @@ def ucx_copies() -> list[str]:
 
 
 def mapping_kind(address: int) -> str:
-    """``"sysv"``, ``"posix"``, ``"shared"`` (another shared mapping) or ``"private"``."""
+    """``"sysv"``, ``"posix"``, ``"xpmem"``, ``"shared"`` (another shared mapping) or ``"private"``."""
     found = next(_mappings(address, address + 1), None)
     return "private" if found is None else _kind(found)
 
@@ -33,6 +33,8 @@ def _kind(found: re.Match[str]) -> str:
     path = found["path"]
     if path.startswith("/SYSV"):
         return "sysv"
+    if path == "/dev/xpmem":
+        return "xpmem"
     return "posix" if path.startswith("/dev/shm/") or "ucx_shm" in path else "shared"
 
 

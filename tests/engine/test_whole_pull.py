@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hurray_rdma import CacheSpec, Engine, PagePool, Peer, PoolExhaustedError
-from hurray_rdma.engine import fetching
+from hurray_rdma.engine import exchange, fetching
 from hurray_rdma.engine.exchange import INLINE_NBYTES
 from hurray_rdma.transport import Moved, RemoteMemory
 from tests.hazards.scenes import SPEC, counts, digest, eventually, fill, make_pool, run, snapshot_of
@@ -80,6 +80,42 @@ def test_nothing_is_planned_and_what_takes_long_to_copy_is_left_to_a_thread(
             assert planned == []
             assert (threads == [threading.get_ident()]) is at_once
             assert (nbytes <= INLINE_NBYTES) is at_once
+
+    run(job())
+
+
+def test_between_two_steps_the_pool_can_be_registered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    begun, may_go_on, renewed = threading.Event(), threading.Event(), threading.Event()
+    read_rows = RemoteMemory.read_rows
+
+    def slowly(self: RemoteMemory, *args: Any, **rows: Any) -> Moved:
+        steps.append(len(rows["src_rows"]))
+        begun.set()
+        assert may_go_on.wait(10)
+        assert renewed.is_set() is (len(steps) > 1)
+        return read_rows(self, *args, **rows)
+
+    def renew(pool: PagePool) -> None:
+        with pool.gate.renewal(timeout_s=10):
+            renewed.set()
+
+    async def job() -> None:
+        monkeypatch.setattr(exchange, "STEP_NBYTES", 2 << 19)
+        monkeypatch.setattr(exchange, "INLINE_NBYTES", -1)  # in a thread
+        monkeypatch.setattr(RemoteMemory, "read_rows", slowly)
+        async with pair(LARGE) as (theirs, source, mine, peer):
+            sent = snapshot_of(theirs, [7, 3, 11, 1, 9])
+            source.publish("a", sent)
+            fetching = asyncio.create_task(peer.fetch("a"))
+            assert await asyncio.to_thread(begun.wait, 10)
+            renewing = asyncio.create_task(asyncio.to_thread(renew, mine))
+            await eventually(lambda: mine.gate.renewing)
+            may_go_on.set()
+            with await fetching as fetched:
+                assert digest(fetched) == digest(sent)
+            await renewing
+            assert steps == [2, 2, 1]
 
     run(job())
 

@@ -19,9 +19,9 @@ from tests.vllm.prompts import MODEL
 
 BLOCK = 32
 LEASE_S = 20
-READ = "hurray_rdma.transport.remote:RemoteMemory.read"
-"""Pages move; with `AT_ONCE` set to 1, a layer with each call."""
-AT_ONCE = "hurray_rdma.engine.mover:STEP_NBYTES"
+READ = "hurray_rdma.transport.remote:RemoteMemory.read_rows"
+"""Pages move; with `AT_ONCE` set to 1, a block with each call."""
+AT_ONCE = "hurray_rdma.engine.exchange:STEP_NBYTES"
 PUBLISH = "hurray_rdma.connectors.vllm.worker:WorkerSide.publish"
 """A prompt has been computed."""
 SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 30, "max_model_len": 768, "max_num_batched_tokens": 64}

@@ -86,8 +86,8 @@ hurray_outcome_t hurray_copy(uint64_t src_base, uint64_t dst_base, const uint64_
 int hurray_rows_inside(hurray_rows_t rows, uint64_t src_nbytes, uint64_t dst_nbytes);
 
 /*
- * As hurray_copy, of rows that lie inside; place by place, neighbours on both sides as one piece. When all is copied `token` is stored at `bell`, unless that
- * is NULL.
+ * As hurray_copy, of rows that lie inside; place by place, neighbours on both sides as one piece. When all is copied
+ * `token` is stored at `bell`, unless that is NULL.
  */
 hurray_outcome_t hurray_copy_rows(uint64_t src_base, uint64_t dst_base, hurray_rows_t rows, const volatile int *stop,
                                   uint64_t deadline_ns, uint64_t *bell, uint64_t token);
