@@ -40,7 +40,7 @@ class TransferStats:
     sent_nbytes: int
     """Page bytes that were moved."""
     num_operations: int
-    """Puts posted, or pieces copied through a mapping or sent over a page stream."""
+    """Puts posted, or pieces copied through a mapping or sent over a page stream: neighbours on both sides are one."""
     seconds: float
     """From the offer to the acknowledgement."""
     write_seconds: float

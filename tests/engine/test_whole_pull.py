@@ -76,7 +76,7 @@ def test_nothing_is_planned_and_what_takes_long_to_copy_is_left_to_a_thread(
                 assert digest(fetched) == digest(sent)
                 assert (stats.path, stats.num_pages, stats.num_resident) == ("mapped", num_pages, 0)
                 assert (stats.sent_nbytes, stats.logical_nbytes) == (nbytes, nbytes)
-                assert stats.num_operations == num_pages * len(LARGE.tensors)
+                assert stats.num_operations == num_pages * len(LARGE.tensors), "none of them are neighbours"
             assert planned == []
             assert (threads == [threading.get_ident()]) is at_once
             assert (nbytes <= INLINE_NBYTES) is at_once
