@@ -22,7 +22,7 @@ from hurray_rdma.bench.messages import RanLayers, RunLayers
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.engine import Peer
 
-__all__ = ["LayersMover", "by_copying", "by_engine", "lost_seconds", "ran_seconds", "run_layers", "unit_seconds"]
+__all__ = ["LayersMover", "by_engine", "lost_seconds", "ran_seconds", "run_layers", "unit_seconds"]
 
 _UNITS_TIMED = 1000
 
@@ -85,12 +85,6 @@ async def by_engine(peer: Peer, snapshot: Snapshot) -> AsyncIterator[Callable[[i
     """Sends the layers of a snapshot."""
     async with peer.begin(snapshot, key="layers") as transfer:
         yield transfer.send_layer
-
-
-@contextlib.asynccontextmanager
-async def by_copying(copy: Callable[[int], object]) -> AsyncIterator[Callable[[int], Awaitable[object]]]:
-    """Calls ``copy`` for each layer, off the event loop, as the engine does it."""
-    yield lambda layer: asyncio.to_thread(copy, layer)
 
 
 async def run_layers(mover: LayersMover | None, num_layers: int, request: RunLayers) -> RanLayers:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hurray_rdma.bench.case import Case, cache_spec, snapshot_of, source_pages
 from hurray_rdma.bench.child import allow_writes, answer, context_of, pin
-from hurray_rdma.bench.layers import LayersMover, by_copying, by_engine, run_layers
+from hurray_rdma.bench.layers import LayersMover, by_engine, run_layers
 from hurray_rdma.bench.memory import ask_for_huge_pages
 from hurray_rdma.bench.messages import (
     CloseCase,
@@ -149,12 +149,13 @@ class _Sender:
         return Ran(np.array(started, np.int64), np.array(ended, np.int64))
 
     async def run_layers(self, request: RunLayers) -> RanLayers:
-        movers: dict[Party | None, Callable[[], LayersMover | None]] = {
-            Party.HURRAY: lambda: by_engine(self._peers[Party.HURRAY], self._snapshot),
-            Party.STREAM: lambda: by_copying(self._layer_copy()),
-            None: lambda: None,
-        }
-        return await run_layers(movers[request.by](), self._case.num_layers, request)
+        mover: LayersMover | None = None
+        if request.by is Party.HURRAY:
+            mover = by_engine(self._peers[Party.HURRAY], self._snapshot)
+        elif request.by is Party.STREAM:  # off the event loop, as the engine does it
+            copy = self._layer_copy()
+            mover = contextlib.nullcontext(lambda layer: asyncio.to_thread(copy, layer))
+        return await run_layers(mover, self._case.num_layers, request)
 
     def _layer_copy(self) -> LayerCopy:
         if self._copy is None:

@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import PagePool, Snapshot, descriptor_form
 from hurray_rdma.control import Commit, Grant, Prepare, Reserve
 from hurray_rdma.engine.compat import page_map_of, pages_nbytes, pages_of
-from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, retain
+from hurray_rdma.engine.exchange import Exchange, Route, retain
 from hurray_rdma.engine.mover import INLINE_NBYTES, STEP_NBYTES
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.sayings import commit_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, LeaseExpiredError, ProtocolError, TransferAbortedError
 from hurray_rdma.format import DescriptorForm
 from hurray_rdma.plan import PageMap, WholePages, check_pair, plan_transfer
-from hurray_rdma.transport import Bell, Path
+from hurray_rdma.transport import Bell
 
 __all__ = ["AheadGrants", "PoolPair"]
 
@@ -312,11 +313,10 @@ class AheadGrants:
             check_pair(spec, dest)
         except HurrayError:
             return None
-        mapped = remote.path == Path.MAPPED.value
         pair = self._pairs.setdefault(source, {})[name] = PoolPair(
             remote,
             descriptor_form(source, dialect=self._route.dialect()),
-            WholePages.between(layout, remote.layout) if mapped else None,
+            WholePages.between(layout, remote.layout) if remote.mapped else None,
             _MAX_NBYTES // pages_nbytes(spec),
             None if spec.num_layers == 1 else STEP_NBYTES // pages_nbytes(spec),
             INLINE_NBYTES // pages_nbytes(spec),

@@ -41,9 +41,10 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.ahead import AheadGrants
 from hurray_rdma.engine.deadlines import Deadlines
-from hurray_rdma.engine.exchange import Exchange, RemotePool
+from hurray_rdma.engine.exchange import Exchange
 from hurray_rdma.engine.fetching import Fetching
 from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.remote_pools import RemotePools
 from hurray_rdma.engine.settling import Settling
 from hurray_rdma.engine.tally import Tally

@@ -12,87 +12,35 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hurray_rdma.cache import CacheSpec, Lease, PagePool, PoolLayout, Snapshot
+from hurray_rdma.cache import CacheSpec, Lease, PagePool, Snapshot
 from hurray_rdma.cache.indices import starts_of
-from hurray_rdma.control import ClientSession, ErrorCode, Pool, StaleGenerationError
+from hurray_rdma.control import ClientSession, ErrorCode, StaleGenerationError
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.deadlines import Deadlines
-from hurray_rdma.engine.frames import FRAMES_LANE, FRAMES_PATH
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.mover import INLINE_NBYTES, STEP_NBYTES, Mover, Moves
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
 from hurray_rdma.format import Dialect
 from hurray_rdma.plan import TransferPlan, WholePages
-from hurray_rdma.transport import Bell, Moved, Path, Region, RemoteMemory, StopFlag
+from hurray_rdma.transport import Bell, Moved, Region, StopFlag
 
-__all__ = ["Exchange", "RemotePool", "Route", "retain"]
+__all__ = ["Exchange", "Route", "retain"]
 
 _log = logging.getLogger(__name__)
 
 Uint32: TypeAlias = NDArray[np.uint32]
 
-_MAPPED = Path.MAPPED.value
-
 Answer = TypeVar("Answer")
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RemotePool:
-    """A pool that the peer announced, its layout checked and its regions opened."""
-
-    pool: Pool
-    layout: PoolLayout
-    memories: tuple[RemoteMemory, ...]
-    """None where pages travel on the control channel."""
-    device: str = "cpu"
-    """Of the pages here that go there, or come from there."""
-    path: str = field(init=False)
-    """How they are moved: ``mapped``, ``put`` (or got), ``stream`` or ``frames``."""
-    _whole: WeakKeyDictionary[PagePool, WholePages | None] = field(
-        init=False, repr=False, default_factory=WeakKeyDictionary
-    )
-
-    def __post_init__(self) -> None:
-        path = self.memories[0].path_from(self.device).value if self.memories else FRAMES_PATH
-        object.__setattr__(self, "path", path)
-
-    def seen_from(self, device: str) -> RemotePool:
-        """The same pool, to or from pages on a device."""
-        return self if device == self.device else replace(self, device=device)
-
-    def whole_into(self, pool: PagePool) -> WholePages | None:
-        """Where the pages of both are, the peer's as the source; None where they cannot be read through a mapping as
-        they are."""
-        if self.path != _MAPPED:
-            return None
-        if pool not in self._whole:
-            self._whole[pool] = WholePages.between(self.layout, pool.layout)
-        return self._whole[pool]
-
-    def same(self, other: RemotePool) -> bool:
-        """Whether both are of one announcement, seen from one device."""
-        return self.memories is other.memories and self.device == other.device
-
-    @property
-    def lane(self) -> str:
-        """UCX transport that carries pages; of a GPU's, where UCX chooses for each region, the slow one it took."""
-        if not self.memories:
-            return FRAMES_LANE
-        if self.device == self.pool.device == "cpu":
-            return self.memories[0].lane_from(self.device)
-        lanes = [memory.lane_from(self.device) for memory in self.memories]
-        return next((lane for lane in lanes if lane.endswith("(staged)")), lanes[0])
 
 
 class Route(Protocol):
@@ -316,7 +264,7 @@ class Exchange(ABC, Generic[Answer]):
             work: moves pages out of it, or into it.
             nbytes: how many, about.
         """
-        if nbytes <= INLINE_NBYTES and self._remote.path == _MAPPED and not pool.gate.renewing:
+        if nbytes <= INLINE_NBYTES and self._remote.mapped and not pool.gate.renewing:
             self._at_once(work)
             return
         job = self._route.movers.submit(work)

@@ -23,10 +23,11 @@ from hurray_rdma.control import (
     TensorData,
 )
 from hurray_rdma.engine.compat import check_published, pages_nbytes
-from hurray_rdma.engine.exchange import Exchange, RemotePool, Route
+from hurray_rdma.engine.exchange import Exchange, Route
 from hurray_rdma.engine.marks import give_back, mark_soon
 from hurray_rdma.engine.nudge import Nudge
 from hurray_rdma.engine.placement import Placement
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.taking import Taking
 from hurray_rdma.engine.tally import Tally

@@ -9,9 +9,9 @@ from hurray_rdma.cache import CacheSpec, PoolLayout
 from hurray_rdma.control import MAX_DESCRIPTORS, DeviceUnavailableError, Pool
 from hurray_rdma.engine.apart import apart
 from hurray_rdma.engine.compat import announced_layout, same_kind, same_tensors
-from hurray_rdma.engine.exchange import RemotePool
 from hurray_rdma.engine.logs import EngineLog
 from hurray_rdma.engine.permits import can_stream
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import GeometryError, HurrayError, ProtocolError, TransportError
 from hurray_rdma.transport import Endpoint, PageStream, Path, RemoteMemory, RemoteRegion

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import Commit, Offer
 from hurray_rdma.control.offers import NO_PAGE_KEYS
-from hurray_rdma.engine.exchange import RemotePool
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.format import DescriptorForm
 
 __all__ = ["commit_of", "offer_of"]

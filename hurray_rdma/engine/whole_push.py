@@ -14,8 +14,9 @@ from typing import Any
 from hurray_rdma.cache import Snapshot
 from hurray_rdma.control import Grant, StaleGenerationError
 from hurray_rdma.engine.compat import page_map_of, pages_of
-from hurray_rdma.engine.exchange import Exchange, RemotePool, Route, retain
+from hurray_rdma.engine.exchange import Exchange, Route, retain
 from hurray_rdma.engine.mover import INLINE_NBYTES, Moves
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.sayings import offer_of
 from hurray_rdma.engine.stats import TransferStats
 from hurray_rdma.engine.tally import Tally

@@ -84,8 +84,8 @@ class Context:
         self._zeros: dict[int, Region] = {}
         self._zeros_lock = threading.Lock()
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-        self.announced: weakref.WeakValueDictionary[RemoteRegion, Region] = weakref.WeakValueDictionary()
-        """What regions have said of themselves: peers may have heard it."""
+        self.announced: weakref.WeakSet[Region] = weakref.WeakSet()
+        """Regions that have said what a peer needs to reach them."""
         self._lock = threading.Lock()
         self.memory_domain = _memory_domain(self._bound.handle)
         """The same for two processes that UCX lets move bytes through the memory of this host, else different."""
@@ -336,8 +336,7 @@ class Context:
 
     def owns(self, remote: RemoteRegion) -> bool:
         """Whether that is what a region of this context says of itself, as it is registered now."""
-        region = self.announced.get(remote)
-        return region is not None and not region.closed and region.remote() == remote
+        return any(not region.closed and region.remote() == remote for region in list(self.announced))
 
     def open_worker(self) -> Worker:
         """A worker with a progress thread of its own, about 10 ms and 4 MiB; close it."""

@@ -129,11 +129,8 @@ class Region:
         memory = self.memory
         if self._key is None:
             self._key = self._packed_key()
-        remote = RemoteRegion(
-            remote_addr=memory.address, nbytes=memory.nbytes, rkey=seal(self._key), device=self.device
-        )
-        self.context.announced[remote] = self
-        return remote
+        self.context.announced.add(self)
+        return RemoteRegion(remote_addr=memory.address, nbytes=memory.nbytes, rkey=seal(self._key), device=self.device)
 
     def _packed_key(self) -> bytes:
         try:

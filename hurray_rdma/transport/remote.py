@@ -191,23 +191,7 @@ class RemoteMemory:
             TransportError: the path is another.
             HurrayError: as `write`.
         """
-        bell_address, token = 0, 0
-        if bell is not None:
-            bell_address, token = self._pointer + bell.offset_nbytes, bell.token
-            if bell_address % 8 or bell.offset_nbytes + 8 > self.remote.nbytes:
-                rule = f"must be a multiple of 8 inside a region of {self.remote.nbytes} bytes"
-                raise GeometryError(rule, field="bell.offset_nbytes", value=bell.offset_nbytes)
-        return self._copy_rows(
-            src,
-            places,
-            src_rows,
-            dst_rows,
-            get=False,
-            stop=stop,
-            timeout_s=timeout_s,
-            bell_address=bell_address,
-            token=token,
-        )
+        return self._copy_rows(src, places, src_rows, dst_rows, get=False, stop=stop, timeout_s=timeout_s, bell=bell)
 
     def read_rows(
         self,
@@ -241,11 +225,16 @@ class RemoteMemory:
         get: bool,
         stop: StopFlag,
         timeout_s: float,
-        bell_address: int = 0,
-        token: int = 0,
+        bell: Bell | None = None,
     ) -> Moved:
         if self.path_from(local.device) is not Path.MAPPED:
             raise TransportError("the remote region is not mapped: rows cannot be copied through it")
+        bell_address, token = 0, 0
+        if bell is not None:
+            bell_address, token = self._pointer + bell.offset_nbytes, bell.token
+            if bell_address % 8 or bell.offset_nbytes + 8 > self.remote.nbytes:
+                rule = f"must be a multiple of 8 inside a region of {self.remote.nbytes} bytes"
+                raise GeometryError(rule, field="bell.offset_nbytes", value=bell.offset_nbytes)
         memory = local.memory
         here, there = (memory.address, local.nbytes), (self._pointer, self.remote.nbytes)
         (src, src_nbytes), (dst, dst_nbytes) = (there, here) if get else (here, there)

@@ -17,7 +17,7 @@ import pytest
 from hurray_rdma import CacheSpec, Engine, GeometryError, PagePool, Placement, Snapshot
 from hurray_rdma.cache import snapshot_keys
 from hurray_rdma.engine import connection as routes
-from hurray_rdma.engine.exchange import RemotePool
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context
 from tests.engine import test_unlike as unlike

@@ -178,6 +178,7 @@ def test_a_process_that_runs_unseen_is_not_taken_for_dead(
         ("put", "xpmem", Reach.ADDRESS),
         ("put", "cuda_ipc", Reach.ADDRESS),
         ("put", "cma+tcp", Reach.ADDRESS),
+        ("mapped", "xpmem", Reach.ADDRESS),  # what is mapped follows the address: other memory there is reached, too
         ("put", "tcp", Reach.SOCKET),
         ("put", "tcp (emulated)", Reach.SOCKET),
         ("put", "posix (emulated)", Reach.SOCKET),

@@ -16,13 +16,10 @@ from hurray_rdma import CacheSpec, Engine, PagePool, Peer, PoolExhaustedError
 from hurray_rdma.engine import exchange, fetching
 from hurray_rdma.engine.exchange import INLINE_NBYTES
 from hurray_rdma.transport import Moved, RemoteMemory
+from tests.engine.test_whole_push import LARGE
 from tests.hazards.scenes import SPEC, counts, digest, eventually, fill, make_pool, run, snapshot_of
 
 pytestmark = pytest.mark.both_loops
-
-LARGE = CacheSpec(
-    num_layers=4, num_heads=8, head_dim=128, page_size=32, dtype="bfloat16"
-)  # 512 KiB of a page's tensors
 
 
 @contextlib.asynccontextmanager
