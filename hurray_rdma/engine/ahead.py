@@ -123,17 +123,19 @@ class _AheadGrant(Exchange[Grant]):
     async def send(
         self,
         snapshot: Snapshot,
-        pages: Uint32 | PageMap,
+        pages: Uint32 | PageMap | None,
         key: str,
         *,
-        num_pages: int,
         pair: PoolPair,
         zero_tails: bool,
         started: float,
         timeout_s: float,
-        on_committed: Callable[[], None],
+        on_committed: Callable[[int], None],
     ) -> TransferStats | None:
         """The whole snapshot; None if the peer ended it before anything has arrived, and there is time left.
+
+        ``pages`` are None where nobody has counted them yet: they are whole, and few, and fit whichever they are.
+        ``on_committed`` is told how many they were.
 
         Raises:
             HurrayError: as `Peer.send`.
@@ -143,15 +145,19 @@ class _AheadGrant(Exchange[Grant]):
         source, lease = snapshot.pool, None
         try:
             grant = self._answer.result()
+            counts = snapshot.counts()
+            descriptors = pair.form.encode(counts)
+            rings = pages is None or (not isinstance(pages, PageMap) and len(pages) <= pair.max_rung)
+            rings = rings and grant.bell_token > 0 and counts.total_tokens > 0 and not source.gate.renewing
+            if rings:
+                self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
+                self._committed = True  # from when it may ring
+            # While the receiver wakes up; nobody else has had a turn of the loop.
+            lease = retain(snapshot)
+            if pages is None:
+                pages = pages_of(snapshot)
+            num_pages = pages.num_pages if isinstance(pages, PageMap) else len(pages)
             page_ids = grant.page_ids[:num_pages]
-            descriptors = pair.form.encode(snapshot.counts())
-            rings = False
-            if not isinstance(pages, PageMap):
-                rings = grant.bell_token > 0 and 0 < num_pages <= pair.max_rung and not source.gate.renewing
-                if rings:
-                    self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
-                    self._committed = True  # from when it may ring
-            lease = retain(snapshot)  # while the receiver wakes up: nobody else has had a turn of the loop
             if isinstance(pages, PageMap):
                 plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
                 mover = self._mover_of(source, plan)
@@ -171,7 +177,8 @@ class _AheadGrant(Exchange[Grant]):
             now = self._loop.time()
             self._committed |= self._route.session.commit(self._transfer_id, commit, now=now, rung=rings)
             self._route.notify()
-            on_committed()  # after it: what the receiver has to do for that keeps no application from the snapshot
+            # After it: what the receiver has to do for that keeps no application from the snapshot.
+            on_committed(num_pages)
             await self._wait(self._acknowledged, "the acknowledgement")
         except BaseException as error:
             await self._give_up_incomplete()
@@ -255,26 +262,30 @@ class AheadGrants:
         grants = self._held(remote)
         if not grants and not self._may_ask(remote, _MIN_PAGES):
             return None  # as most receivers grant nothing ahead, nothing more is spent on it
-        try:
-            whole = pair.whole is not None and not zero_tails
-            pages = pages_of(snapshot) if whole else page_map_of(snapshot, remote.layout.spec)
-        except GeometryError:
-            return None  # the usual way says why
-        num_pages = pages.num_pages if isinstance(pages, PageMap) else len(pages)
-        grant = _taken(grants, remote, num_pages)
+        whole = pair.whole is not None and not zero_tails
+        pages: Uint32 | PageMap | None = None
+        # It has no more pages than entries: where these are few, it is on its way before its pages are counted.
+        num_entries = len(snapshot.block_table)
+        grant = _taken(grants, remote, num_entries) if whole and num_entries <= pair.max_rung else None
         if grant is None:
-            self._ask(remote, num_pages)
-            return None
+            try:
+                pages = pages_of(snapshot) if whole else page_map_of(snapshot, remote.layout.spec)
+            except GeometryError:
+                return None  # the usual way says why
+            num_pages = pages.num_pages if isinstance(pages, PageMap) else len(pages)
+            grant = _taken(grants, remote, num_pages)
+            if grant is None:
+                self._ask(remote, num_pages)
+                return None
         stats = await grant.send(
             snapshot,
             pages,
             key,
-            num_pages=num_pages,
             pair=pair,
             zero_tails=zero_tails,
             started=started,
             timeout_s=timeout_s,
-            on_committed=partial(self._ask, remote, num_pages),
+            on_committed=partial(self._ask, remote),
         )
         if stats is None:
             self._note_end(grant)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hurray_rdma.cache import Lease, PagePool, Snapshot, known_snapshot
 from hurray_rdma.engine.apart import apart
@@ -24,7 +23,7 @@ from hurray_rdma.errors import (
     LeaseExpiredError,
     TransferAbortedError,
 )
-from hurray_rdma.plan import PageMap
+from hurray_rdma.plan import PlacedTables
 from hurray_rdma.transport import Gate
 
 __all__ = ["Arrival", "ArrivalState"]
@@ -57,8 +56,7 @@ class Arrival:
         key: str,
         *,
         group: str | None,
-        page_map: PageMap,
-        page_ids: NDArray[np.uint32],
+        tables: PlacedTables,
         written: Lease,
         resident: Lease | None,
         timeout_s: float,
@@ -83,14 +81,16 @@ class Arrival:
         """When its pages were granted, and those looked up that were here already, on the clock of `time.monotonic`."""
         self.completed_s: float | None = None
         """When it was complete, and its pages could be found by their keys; None before."""
-        self.block_table = page_map.block_table(page_ids)
+        self.block_table = tables.block_table
         self.block_table.setflags(write=False)
         """Of this pool, uint32 ``[seq_ptr[-1]]``: where the pages will be."""
-        self.seq_ptr = page_map.seq_ptr
+        self.seq_ptr = tables.seq_ptr
+        self.seq_ptr.setflags(write=False)
         """Where each sequence starts in ``block_table``, uint32 ``[num_seqs + 1]``."""
-        self.seq_lens = page_map.seq_lens
+        self.seq_lens = tables.seq_lens
+        self.seq_lens.setflags(write=False)
         """Tokens of each sequence, uint32 ``[num_seqs]``."""
-        self.num_pages = len(page_ids)
+        self.num_pages = tables.num_pages
         """Its pages, each once: those that came and those that were here already."""
         self._pool = pool
         self._written = written

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hurray_rdma.cache import CacheSpec
 from hurray_rdma.control import Commit, Offer, Reserve, SnapshotFields
 from hurray_rdma.engine.compat import MAX_KNOWN_NBYTES, Source, counts_beside, source_of
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.format import DescriptorForm, Dialect, counts_of, descriptor_length
-from hurray_rdma.plan import PageMap, common_heads
+from hurray_rdma.plan import PageMap, PlacedTables, common_heads
 
 __all__ = ["Commits"]
 
@@ -47,11 +50,16 @@ class Commits:
         self._heads = dest.heads
         self._known: _Known | None = None
 
-    def check(self, commit: Commit, reserve: Reserve) -> PageMap:
-        """Which pages of the grant hold what, in order.
+    def check(self, commit: Commit, reserve: Reserve, page_ids: NDArray[np.uint32]) -> PlacedTables:
+        """What it says, in the pages that were granted ahead.
+
+        Args:
+            commit: its tables are kept: nobody writes into them.
+            reserve: which these were granted for.
+            page_ids: these, uint32.
 
         Raises:
-            GeometryError: also where they hold some of the heads of a page only.
+            GeometryError: also where they hold some of the heads of a page only, or are too few.
             HurrayError: as of `check_snapshot`.
         """
         known = self._known
@@ -59,7 +67,7 @@ class Commits:
             known = self._learn(commit.of_pool(reserve.pool_id, reserve.generation))
         if known.heads != self._heads:
             raise GeometryError(f"pages granted ahead are for {self._heads}", field="heads", value=known.heads)
-        return known.source.page_map(commit, self._dest)
+        return known.source.place(commit, self._dest, page_ids)
 
     def check_offer(self, offer: Offer) -> tuple[CacheSpec, tuple[int, int], PageMap]:
         """The sender's cache, the model's heads that it brings, and which pages of a grant are to hold what, in order.

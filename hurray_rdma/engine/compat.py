@@ -24,7 +24,7 @@ from hurray_rdma.cache import (
     spec_from,
     spec_of,
 )
-from hurray_rdma.cache.indices import dedupe, total_of, valid_pages
+from hurray_rdma.cache.indices import dedupe, place_pages, total_of, valid_pages
 from hurray_rdma.control import (
     Commit,
     DeviceUnavailableError,
@@ -48,7 +48,7 @@ from hurray_rdma.format import (
     mark_bytes,
     with_counts,
 )
-from hurray_rdma.plan import PageMap, check_pair, map_pages
+from hurray_rdma.plan import PageMap, PlacedTables, check_pair, map_pages
 from hurray_rdma.transport import Context
 
 __all__ = [
@@ -213,6 +213,28 @@ class Source:
             src_page_size=self.spec.page_size,
             dst_page_size=dest.page_size,
         )
+
+    def place(self, commit: Commit, dest: CacheSpec, page_ids: NDArray[np.uint32]) -> PlacedTables:
+        """Its tables in pages of a pool like ``dest``, the first of ``page_ids``; uint32, as many or more.
+
+        Raises:
+            GeometryError: as of `map_pages`, or there are too few.
+        """
+        if self.spec.page_size != dest.page_size:
+            page_map = self.page_map(commit, dest)
+            num_pages, granted = page_map.num_pages, len(page_ids)
+            if num_pages > granted:
+                raise GeometryError(f"is above the {granted} that were granted", field="num_pages", value=num_pages)
+            return page_map.placed(page_ids[:num_pages])
+        block_table, seq_ptr, num_pages = place_pages(
+            commit.block_table,
+            commit.seq_ptr,
+            commit.seq_lens,
+            page_ids,
+            num_pages=self.num_pages,
+            page_size=dest.page_size,
+        )
+        return PlacedTables(block_table, seq_ptr, commit.seq_lens, num_pages)
 
 
 def source_of(told: SnapshotFields, dest: CacheSpec, *, dialect: Dialect, devices: Collection[int]) -> Source:

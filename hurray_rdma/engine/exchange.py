@@ -303,7 +303,10 @@ class Exchange(ABC, Generic[Answer]):
             page_ids: where each goes, uint32 ``[num_pages]``.
             bell: as of `RemoteMemory.write_rows`; what rings is one step.
         """
-        return self._in_steps(source, whole, pages, page_ids, partial(self._remote.memories[0].write_rows, bell=bell))
+        write = self._remote.memories[0].write_rows
+        if bell is not None:
+            return self._step(source, whole, pages, page_ids, partial(write, bell=bell))
+        return self._in_steps(source, whole, pages, page_ids, write)
 
     def _in_steps(
         self, pool: PagePool, whole: WholePages, src_pages: Uint32, dst_pages: Uint32, copy: Callable[..., Moved]
@@ -311,17 +314,23 @@ class Exchange(ABC, Generic[Answer]):
         """Copies whole pages; between two steps the pool of this process can be registered anew."""
         moves, step = Moves(), max(1, STEP_NBYTES // whole.page_nbytes)
         for start in range(0, len(src_pages), step):
-            with pool.gate.moving(timeout_s=self._left_s):
-                moved = copy(
-                    pool.regions[0],
-                    places=whole.places,
-                    src_rows=src_pages[start : start + step],
-                    dst_rows=dst_pages[start : start + step],
-                    stop=self._stop,
-                    timeout_s=self._left_s,
-                )
-            moves.add(Moves(moved.num_operations, moved.nbytes, moved.seconds))
+            end = start + step
+            moves.add(self._step(pool, whole, src_pages[start:end], dst_pages[start:end], copy))
         return moves
+
+    def _step(
+        self, pool: PagePool, whole: WholePages, src_pages: Uint32, dst_pages: Uint32, copy: Callable[..., Moved]
+    ) -> Moves:
+        with pool.gate.moving(timeout_s=self._left_s):
+            moved = copy(
+                pool.regions[0],
+                places=whole.places,
+                src_rows=src_pages,
+                dst_rows=dst_pages,
+                stop=self._stop,
+                timeout_s=self._left_s,
+            )
+        return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     async def _look_whether_alive(self) -> None:
         """UCX failed: because the peer is gone, maybe, which the session is about to tell. It is not if the peer still

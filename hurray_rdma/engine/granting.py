@@ -21,7 +21,7 @@ from hurray_rdma.engine.parts import GoodOffer, Whole
 from hurray_rdma.engine.placement import Placement
 from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import GeometryError, HurrayError, PoolExhaustedError, TransferAbortedError
-from hurray_rdma.plan import PageMap
+from hurray_rdma.plan import PlacedTables
 
 __all__ = ["Granting"]
 
@@ -95,8 +95,7 @@ class Granting:
         arrival = self.arrival(
             offer.link,
             offer.offer.key,
-            offer.page_map,
-            page_ids,
+            offer.page_map.placed(page_ids),
             written=written,
             resident=resident,
             lane=offer.offer.lane,
@@ -116,8 +115,7 @@ class Granting:
         self,
         link: Link,
         key: str,
-        page_map: PageMap,
-        page_ids: NDArray[np.uint32],
+        tables: PlacedTables,
         *,
         written: Lease,
         resident: Lease | None,
@@ -129,8 +127,7 @@ class Granting:
             self._pool,
             key,
             group=self._name or None,
-            page_map=page_map,
-            page_ids=page_ids,
+            tables=tables,
             written=written,
             resident=resident,
             timeout_s=self._timeout_s,

@@ -49,7 +49,6 @@ from hurray_rdma.engine.tally import Tally
 from hurray_rdma.engine.untaken import Untaken
 from hurray_rdma.errors import (
     DeadlineExceededError,
-    GeometryError,
     HurrayError,
     PeerLostError,
     PoolExhaustedError,
@@ -417,18 +416,14 @@ class Receiver:
             self._arrivals.require_room()
             self._require_open(held.reserve)
             commits = self._commits.get(link) or self._commits_of(link)
-            page_map = commits.check(commit, held.reserve)
-            page_ids = held.lease.page_ids[: page_map.num_pages]
-            if len(page_ids) < page_map.num_pages:
-                raise GeometryError(f"{len(page_ids)} were granted ahead", field="num_pages", value=page_map.num_pages)
+            tables = commits.check(commit, held.reserve, held.lease.page_ids)
         except HurrayError as error:
             self._not_committed(link, transfer_id, error)
             return None
         return self._granting.arrival(
             link,
             commit.key,
-            page_map,
-            page_ids,
+            tables,
             written=held.lease,
             resident=None,
             lane=held.reserve.lane,

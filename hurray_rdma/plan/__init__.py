@@ -12,7 +12,7 @@ from hurray_rdma.plan.operations import Plan
 from hurray_rdma.plan.packed import pack, packed_nbytes, unpack
 from hurray_rdma.plan.pagemap import PageMap
 from hurray_rdma.plan.rewrite import rewrite
-from hurray_rdma.plan.tables import dedupe, valid_pages
+from hurray_rdma.plan.tables import PlacedTables, dedupe, valid_pages
 from hurray_rdma.plan.transfer import Move, MovesTogether, Program, TransferPlan, plan_transfer
 from hurray_rdma.plan.whole import WholePages
 
@@ -22,6 +22,7 @@ __all__ = [
     "MovesTogether",
     "PageMap",
     "Pieces",
+    "PlacedTables",
     "Plan",
     "Program",
     "TransferPlan",

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hurray_rdma.cache.indices import valid_tokens
 from hurray_rdma.errors import GeometryError
-from hurray_rdma.plan.tables import look_up
+from hurray_rdma.plan.tables import PlacedTables, look_up
 
 __all__ = ["PageMap"]
 
@@ -127,6 +127,10 @@ class PageMap:
             GeometryError: it has another length.
         """
         return look_up(self.check_grant(dst_page_ids), self.entries)
+
+    def placed(self, dst_page_ids: ArrayLike, /) -> PlacedTables:
+        """The receiver's tables. Arguments and errors as of `block_table`."""
+        return PlacedTables(self.block_table(dst_page_ids), self.seq_ptr, self.seq_lens, self.num_pages)
 
     def check_grant(self, dst_page_ids: ArrayLike, /) -> Uint32:
         """``dst_page_ids`` as uint32 ``[num_pages]``.

@@ -301,6 +301,29 @@ def test_every_token_of_unlike_caches_arrives(
     run(job())
 
 
+@pytest.mark.parametrize("tables", [[[3, 1]] * 3, [[3, 1]] * 20, [[7, 3, 1], [7, 3, 2]]], ids=["few", "many", "prefix"])
+def test_pages_count_once_however_many_entries_name_them(tables: list[list[int]]) -> None:
+    """Whether the entries of the table are fewer or more than the pages that are there for it."""
+
+    async def job() -> None:
+        async with receiving(ahead_pages=AHEAD_PAGES) as (engine, pool, taking):
+            with make_pool(SPEC, 8) as source:
+                fill(source, 1)
+                async with sending(engine.address, source) as (_, peer, traffic):
+                    snapshot = snapshot_of(source, *tables)
+                    num_pages = len({page for table in tables for page in table})
+                    for n in range(4):
+                        stats = await peer.send(snapshot, key=str(n))
+                        assert (stats.num_pages, stats.sent_nbytes) == (num_pages, num_pages * 512)
+                        await eventually(lambda: traffic["GRANT"] == traffic["RESERVE"] + traffic["OFFER"])
+                    assert traffic["PREPARE"] == 3
+                    await eventually(lambda: len(taking.taken) == 4)
+                    assert {outcome for _, outcome in taking.taken} == {digest(snapshot)}
+            await eventually(lambda: counts(pool) == (pool.num_pages, 0, 0))
+
+    run(job())
+
+
 @pytest.mark.parametrize("num_seqs", [0, 1, 3])
 def test_snapshots_without_pages_arrive(num_seqs: int) -> None:
     async def job() -> None:

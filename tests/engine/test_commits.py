@@ -14,11 +14,12 @@ from hurray_rdma.engine.commits import Commits
 from hurray_rdma.engine.compat import check_snapshot
 from hurray_rdma.errors import DescriptorError, GeometryError, HurrayError
 from hurray_rdma.format import Dialect
-from hurray_rdma.plan import PageMap
+from hurray_rdma.plan import PlacedTables
 
 SPEC = CacheSpec(num_layers=1, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16", total_heads=2)
 RESERVE = Reserve(pool_id=0, generation=1, num_pages=8, deadline_s=1)
 NUM_PAGES = 16
+GRANTED = np.arange(40, 48, dtype=np.uint32)
 
 
 def commits() -> Commits:
@@ -48,18 +49,18 @@ def changed(commit: Commit, **fields: object) -> Commit:
     return Commit(**(facts | fields))
 
 
-def both_ways(first: Commit, commit: Commit) -> PageMap | type[HurrayError]:
+def both_ways(first: Commit, commit: Commit) -> PlacedTables | type[HurrayError]:
     """What is made of a commit by who has checked another one, and by who has not: the same."""
     knowing, outcomes = commits(), []
-    knowing.check(first, RESERVE)
+    knowing.check(first, RESERVE, GRANTED)
     for each in (knowing, commits()):
         try:
-            outcomes.append(each.check(commit, RESERVE))
+            outcomes.append(each.check(commit, RESERVE, GRANTED))
         except HurrayError as error:
             outcomes.append(type(error))
     one, other = outcomes
-    if isinstance(one, PageMap) and isinstance(other, PageMap):
-        for name in ("entries", "seq_ptr", "seq_lens", "unit_src_pages"):
+    if isinstance(one, PlacedTables) and isinstance(other, PlacedTables):
+        for name in PlacedTables._fields:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     else:
         assert one is other
@@ -67,10 +68,22 @@ def both_ways(first: Commit, commit: Commit) -> PageMap | type[HurrayError]:
 
 
 def test_the_next_commit_of_a_cache_is_what_its_tables_say(first: Commit, good: Commit) -> None:
-    page_map = both_ways(first, good)
-    assert isinstance(page_map, PageMap)
-    assert page_map.src_page_ids.tolist() == [2, 3, 7, 9]
-    assert page_map.block_table([0, 1, 2, 3]).tolist() == [2, 1, 3, 2, 1, 0]
+    tables = both_ways(first, good)
+    assert isinstance(tables, PlacedTables)
+    assert tables.block_table.tolist() == [42, 41, 43, 42, 41, 40]  # 2, 3, 7, 9 in order
+    assert tables.seq_ptr.tolist() == [0, 3, 6]
+    assert tables.seq_lens.tolist() == [10, 12]
+    assert tables.num_pages == 4
+
+
+def test_too_few_pages_are_told(first: Commit, good: Commit) -> None:
+    larger = CacheSpec(num_layers=1, num_heads=2, head_dim=8, page_size=8, dtype="bfloat16", total_heads=2)
+    for commit, count in ((good, 4), (commit_of([[1, 5]], [16], larger), 4)):
+        checking = commits()
+        checking.check(first, RESERVE, GRANTED)
+        assert checking.check(commit, RESERVE, GRANTED[:count]).num_pages == count
+        with pytest.raises(GeometryError, match="num_pages"):
+            checking.check(commit, RESERVE, GRANTED[: count - 1])
 
 
 def u32(*values: int) -> np.ndarray:
@@ -100,7 +113,7 @@ def u32(*values: int) -> np.ndarray:
 )
 def test_what_breaks_a_rule_is_refused_all_the_same(first: Commit, good: Commit, fields: dict[str, object]) -> None:
     outcome = both_ways(first, changed(good, **fields))
-    assert not isinstance(outcome, PageMap) or fields == {"order": "HND"}  # which pages may be in, too
+    assert not isinstance(outcome, PlacedTables) or fields == {"order": "HND"}  # which pages may be in, too
 
 
 def offer_of(commit: Commit, **fields: object) -> Offer:
@@ -126,7 +139,7 @@ def test_offers_are_held_to_what_is_known_and_to_the_same_rules(
     first: Commit, good: Commit, fields: dict[str, object]
 ) -> None:
     offer, knowing, outcomes = offer_of(good, **fields), commits(), []
-    knowing.check(first, RESERVE)
+    knowing.check(first, RESERVE, GRANTED)
     for each in (knowing.check_offer, lambda told: check_snapshot(told, SPEC, dialect=Dialect.ADR_024, devices={0})):
         try:
             spec, *_, page_map = each(offer)
@@ -145,7 +158,7 @@ def test_offers_of_some_heads_are_known_as_such_and_commits_of_them_refused() ->
         spec, heads, page_map = checking.check_offer(offer_of(slices))
         assert (spec, heads, page_map.num_pages) == (half, (1, 2), 2)
         with pytest.raises(GeometryError, match="pages granted ahead are for"):
-            checking.check(slices, RESERVE)
+            checking.check(slices, RESERVE, GRANTED)
 
 
 def test_another_cache_is_looked_at_anew_and_the_first_one_again(first: Commit, good: Commit) -> None:
@@ -162,15 +175,15 @@ def test_another_cache_is_looked_at_anew_and_the_first_one_again(first: Commit, 
     checking = commits()
     for spec, num_pages in ((SPEC, 2), (other, 4), (SPEC, 2), (turned, 2), (SPEC, 2)):
         commit = commit_of([[1, 5]], [2 * spec.page_size], spec)
-        assert checking.check(commit, RESERVE).num_pages == num_pages
+        assert checking.check(commit, RESERVE, GRANTED).num_pages == num_pages
     for spec, dialect, kind in (
         (CacheSpec(num_layers=1, num_heads=2, head_dim=16, page_size=4, dtype="bfloat16"), "adr-024", GeometryError),
         (CacheSpec(num_layers=2, num_heads=2, head_dim=8, page_size=4, dtype="bfloat16"), "adr-024", GeometryError),
         (SPEC, "hurray-0.2", DescriptorError),
     ):
         with pytest.raises(kind):
-            checking.check(commit_of([[1, 5]], [8], spec, Dialect.of(dialect)), RESERVE)  # type: ignore[arg-type]
-        assert checking.check(good, RESERVE).num_pages == 4
+            checking.check(commit_of([[1, 5]], [8], spec, Dialect.of(dialect)), RESERVE, GRANTED)  # type: ignore[arg-type]
+        assert checking.check(good, RESERVE, GRANTED).num_pages == 4
 
 
 def test_descriptors_inside_others_are_looked_at_each_time(first: Commit) -> None:
@@ -185,8 +198,8 @@ def test_descriptors_inside_others_are_looked_at_each_time(first: Commit) -> Non
 
     two = commit_of([[1, 2]], [8])
     honest, stale = changed(first, descriptors=nested(first, first)), changed(two, descriptors=nested(two, first))
-    assert isinstance(both_ways(honest, honest), PageMap)
-    assert not isinstance(both_ways(honest, stale), PageMap)
+    assert isinstance(both_ways(honest, honest), PlacedTables)
+    assert not isinstance(both_ways(honest, stale), PlacedTables)
 
 
 @given(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hurray_rdma.cache.indices import place_pages
 from hurray_rdma.errors import GeometryError
 from hurray_rdma.plan import dedupe, valid_pages
 
@@ -69,6 +70,26 @@ def test_dedupe_finds_each_page_once_and_its_entries(
     assert page_ids.tolist() == sorted(set(block_table.tolist()))
     assert page_ids[inverse].tolist() == block_table.tolist()
     assert page_ids.dtype == inverse.dtype == np.uint32
+
+
+@given(tables(), st.integers(0, 3))
+def test_placing_is_trimming_and_looking_up_where_each_page_went(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray, int, int], left_over: int
+) -> None:
+    block_table, seq_ptr, seq_lens, page_size, num_pages = case
+    trimmed, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, page_size)
+    distinct = sorted(set(trimmed.tolist()))
+    granted = uint32(*range(900 + len(distinct) + left_over, 900, -1))
+    went = dict(zip(distinct, granted.tolist(), strict=False))
+    arrays = block_table, seq_ptr, seq_lens
+    placed, starts, count = place_pages(*arrays, granted, num_pages=num_pages, page_size=page_size)
+    assert placed.tolist() == [went[page] for page in trimmed.tolist()]
+    assert starts.tolist() == trimmed_ptr.tolist()
+    assert count == len(distinct)
+    if distinct:
+        rule = f"num_pages = {count}: is above the {count - 1} that were granted"
+        with pytest.raises(GeometryError, match=rule):
+            place_pages(*arrays, granted[: count - 1], num_pages=num_pages, page_size=page_size)
 
 
 @pytest.mark.parametrize("num_pages", [10, 10**6], ids=["dense", "sparse"])

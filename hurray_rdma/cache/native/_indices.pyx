@@ -156,6 +156,40 @@ def valid_pages(block_table not None, seq_ptr not None, const uint32_t[::1] seq_
     return trimmed, trimmed_ptr
 
 
+def place_pages(
+    block_table not None,
+    seq_ptr not None,
+    seq_lens not None,
+    const uint32_t[::1] page_ids not None,
+    *,
+    uint64_t num_pages,
+    uint32_t page_size,
+):
+    """`valid_pages` and `dedupe` of a batch, and its table in other pages: those of a grant, in order.
+
+    Args:
+        block_table, seq_ptr, seq_lens, page_size: as of `valid_pages`.
+        page_ids: where the distinct pages go, in the order of `dedupe`, uint32; those that are left over do not count.
+        num_pages: pages of the pool that ``block_table`` is of.
+
+    Returns:
+        The table in these pages, uint32, ``seq_ptr`` for it, and how many of ``page_ids`` it has.
+
+    Raises:
+        GeometryError: as of `valid_pages` and `dedupe`, or the batch has more pages than there are here.
+    """
+    table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, page_size)
+    distinct, placed = dedupe(table, num_pages=num_pages)
+    cdef uint32_t[::1] places = placed
+    cdef Py_ssize_t count = len(distinct), at
+    if count > page_ids.shape[0]:
+        raise GeometryError(f"is above the {page_ids.shape[0]} that were granted", field="num_pages", value=count)
+    with nogil:
+        for at in range(places.shape[0]):
+            places[at] = page_ids[places[at]]
+    return placed, trimmed_ptr, count
+
+
 def starts_of(const uint32_t[::1] seq_lens not None, uint32_t page_size):
     """Where each sequence starts in a block table without pages allocated ahead, uint32 ``[num_seqs + 1]``.
 
