@@ -80,10 +80,7 @@ class _AheadGrant(Exchange[Grant]):
     """Pages of one of the peer's pools; used once."""
 
     def __init__(self, route: Route, remote: RemotePool, *, num_pages: int, tally: Tally) -> None:
-        async def connect(_deadline: float) -> Route:
-            return route
-
-        super().__init__(connect, "", timeout_s=_ANSWER_S, tally=tally, direction="send")
+        super().__init__("", timeout_s=_ANSWER_S, tally=tally, direction="send")
         self._route, self._remote = route, remote
         self._committed = False
         self._undone = False
@@ -147,35 +144,25 @@ class _AheadGrant(Exchange[Grant]):
             grant = self._answer.result()
             counts = snapshot.counts()
             descriptors = pair.form.encode(counts)
-            rings = pages is None or (not isinstance(pages, PageMap) and len(pages) <= pair.max_rung)
-            rings = rings and grant.bell_token > 0 and counts.total_tokens > 0 and not source.gate.renewing
-            if rings:
-                self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
-                self._committed = True  # from when it may ring
-            # While the receiver wakes up; nobody else has had a turn of the loop.
-            lease = retain(snapshot)
-            if pages is None:
-                pages = pages_of(snapshot)
-            num_pages = pages.num_pages if isinstance(pages, PageMap) else len(pages)
-            page_ids = grant.page_ids[:num_pages]
-            if isinstance(pages, PageMap):
-                plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
-                mover = self._mover_of(source, plan)
-                await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), plan.nbytes)
+            few = pages is None or (not isinstance(pages, PageMap) and len(pages) <= pair.max_rung)
+            moving = None
+            if few and grant.bell_token and counts.total_tokens:
+                moving = source.gate.try_moving()  # by now: the loop must not wait for a renewal while a peer listens
+            if moving is not None:
+                with moving:
+                    self._prepare(commit_of(snapshot, key, descriptors=descriptors, kind=Prepare))
+                    lease = retain(snapshot)  # while the receiver wakes up: nobody else has had a turn of the loop
+                    pages = pages_of(snapshot) if pages is None else pages
+                    num_pages = self._ring(source, pair, grant, pages)
             else:
-                assert pair.whole is not None
-                copy = partial(self._copy, source, pair.whole, pages, page_ids)
-                if rings:
-                    # Here and now, also where a renewal has begun since, which it waits for: else the peer's
-                    # acknowledgement might come before the session knows what it is for.
-                    self._at_once(partial(copy, Bell(grant.bell_offset_nbytes, grant.bell_token)))
-                else:
-                    await self._move(source, copy, num_pages * pair.whole.page_nbytes)
+                lease = retain(snapshot)
+                pages = pages_of(snapshot) if pages is None else pages
+                num_pages = await self._write(source, pair, grant, pages, zero_tails=zero_tails)
             if self._transfer_id is None:
                 raise self._error or TransferAbortedError(f"the transfer of {key!r} has ended")
             commit = commit_of(snapshot, key, descriptors=descriptors, kind=Commit)
-            now = self._loop.time()
-            self._committed |= self._route.session.commit(self._transfer_id, commit, now=now, rung=rings)
+            now, rung = self._loop.time(), moving is not None
+            self._committed |= self._route.session.commit(self._transfer_id, commit, now=now, rung=rung)
             self._route.notify()
             # After it: what the receiver has to do for that keeps no application from the snapshot.
             on_committed(num_pages)
@@ -201,6 +188,31 @@ class _AheadGrant(Exchange[Grant]):
         if self._transfer_id is not None:
             self._route.session.prepare(self._transfer_id, prepare, now=self._loop.time())
             self._route.notify()
+        self._committed = True  # from when it may ring
+
+    def _ring(self, source: PagePool, pair: PoolPair, grant: Grant, pages: Uint32 | PageMap) -> int:
+        """Copies whole pages here and now, and tells the receiver, which listens; how many they are."""
+        assert pair.whole is not None
+        assert not isinstance(pages, PageMap)
+        page_ids = grant.page_ids[: len(pages)]
+        bell = Bell(grant.bell_offset_nbytes, grant.bell_token)
+        self._at_once(partial(self._copy, source, pair.whole, pages, page_ids, bell))
+        return len(pages)
+
+    async def _write(
+        self, source: PagePool, pair: PoolPair, grant: Grant, pages: Uint32 | PageMap, *, zero_tails: bool
+    ) -> int:
+        """Moves them, whatever they are; how many they are."""
+        if isinstance(pages, PageMap):
+            page_ids = grant.page_ids[: pages.num_pages]
+            plan = plan_transfer(source.layout, self._remote.layout, pages, page_ids, zero_tails=zero_tails)
+            mover = self._mover_of(source, plan)
+            await self._move(source, partial(mover.move, source.spec.layer_indices, lambda _: None), plan.nbytes)
+            return pages.num_pages
+        assert pair.whole is not None
+        work = partial(self._copy, source, pair.whole, pages, grant.page_ids[: len(pages)])
+        await self._move(source, work, len(pages) * pair.whole.page_nbytes)
+        return len(pages)
 
     def _is_undone(self, error: BaseException) -> bool:
         """Whether the peer has ended it and nothing has arrived."""

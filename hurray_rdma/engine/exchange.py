@@ -1,6 +1,7 @@
-"""What a push and a pull have in common on the connecting side: ask, wait for the answer, move pages, an end in order.
+"""What a push and a pull have in common on the connecting side: wait for the answer, move pages, an end in order.
 
-Pages are moved in mover threads (the native loops release the GIL); everything else runs on the event loop.
+Pages are moved in mover threads (the native loops release the GIL), but few that go through a mapping; these, and
+everything else, on the event loop.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache import CacheSpec, Lease, PagePool, Snapshot
 from hurray_rdma.cache.indices import starts_of
-from hurray_rdma.control import ClientSession, ErrorCode, StaleGenerationError
+from hurray_rdma.control import ClientSession, ErrorCode
 from hurray_rdma.engine.compat import pages_nbytes
 from hurray_rdma.engine.deadlines import Deadlines
 from hurray_rdma.engine.logs import EngineLog
@@ -28,7 +29,7 @@ from hurray_rdma.engine.mover import INLINE_NBYTES, STEP_NBYTES, Mover, Moves
 from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.stats import Direction, TransferStats
 from hurray_rdma.engine.tally import Tally
-from hurray_rdma.errors import DeadlineExceededError, HurrayError, PeerLostError, TransferAbortedError, TransportError
+from hurray_rdma.errors import DeadlineExceededError, HurrayError, TransferAbortedError, TransportError
 from hurray_rdma.format import Dialect
 from hurray_rdma.plan import TransferPlan, WholePages
 from hurray_rdma.transport import Bell, Moved, Region, StopFlag
@@ -111,23 +112,16 @@ class Exchange(ABC, Generic[Answer]):
     """One transfer as the side that asked for it sees it.
 
     Args:
-        connect: makes or gives a route, until a deadline.
         key: of the snapshot.
         timeout_s: for all of it.
         tally: counts what happens.
         direction: of the pages, from here.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[float], Awaitable[Route]],
-        key: str,
-        *,
-        timeout_s: float,
-        tally: Tally,
-        direction: Direction,
-    ) -> None:
-        self._connect = connect
+    _route: Route
+    _remote: RemotePool
+
+    def __init__(self, key: str, *, timeout_s: float, tally: Tally, direction: Direction) -> None:
         self._key = key
         self._timeout_s = timeout_s
         self._tally = tally
@@ -138,9 +132,6 @@ class Exchange(ABC, Generic[Answer]):
         self._transfer_id: int | None = None
         self._jobs: dict[asyncio.Future[Moves], Future[Moves]] = {}
         self._log = EngineLog(_log)
-        self._remote: RemotePool
-        self.may_be_lost = True
-        """Whether a session that breaks before anything was moved costs no transfer; the next one does."""
         self._start_over()
 
     def _start_over(self) -> None:
@@ -190,38 +181,6 @@ class Exchange(ABC, Generic[Answer]):
 
     # Steps.
 
-    async def _begin(self, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Connects and asks; again where that can be of use."""
-        self._started = time.monotonic()
-        self._deadline = self._started + self._timeout_s
-        stale = -1
-        while True:
-            self._route = await self._connect(self._deadline)
-            self._log = self._route.log
-            try:
-                return await ask()
-            except StaleGenerationError:
-                # The pool was registered anew after we heard of it: its new announcement has come by now, or is lost.
-                generation = self._remote.pool.generation
-                if generation == stale:
-                    self._route.forsake()
-                stale = generation
-                self._start_over()
-            except PeerLostError:
-                # Nothing was moved yet: a session that had broken unnoticed costs no transfer.
-                if not self.may_be_lost:
-                    raise
-                self.may_be_lost = False
-                self._start_over()
-
-    async def _asked(self, transfer_id: int, what: str) -> Answer:
-        """Sends what was asked, and waits for the answer."""
-        self._transfer_id = transfer_id
-        self._log = self._route.log.bind(transfer=transfer_id)
-        self._route.register(transfer_id, self)
-        self._route.notify()
-        return await self._wait(self._answer, what)
-
     def _mover_of(self, pool: PagePool, plan: TransferPlan) -> Mover:
         """What moves the pages of the plan: out of ``pool`` in a push, into it in a pull."""
         self._mover = Mover(
@@ -249,7 +208,7 @@ class Exchange(ABC, Generic[Answer]):
         return called
 
     def _at_once(self, work: Callable[[], Moves]) -> None:
-        """Works here, which nothing interrupts."""
+        """Works here, which nothing interrupts; inside the gate of the pool here, so that it waits for nothing."""
         try:
             self._moves.add(work())
         except HurrayError as error:
@@ -264,8 +223,9 @@ class Exchange(ABC, Generic[Answer]):
             work: moves pages out of it, or into it.
             nbytes: how many, about.
         """
-        if nbytes <= INLINE_NBYTES and self._remote.mapped and not pool.gate.renewing:
-            self._at_once(work)
+        if nbytes <= INLINE_NBYTES and self._remote.mapped and (held := pool.gate.try_moving()) is not None:
+            with held:
+                self._at_once(work)
             return
         job = self._route.movers.submit(work)
         moving = asyncio.wrap_future(job)

@@ -22,8 +22,9 @@ from hurray_rdma.control import (
     Take,
     TensorData,
 )
+from hurray_rdma.engine.asking import Asking
 from hurray_rdma.engine.compat import check_published, pages_nbytes
-from hurray_rdma.engine.exchange import Exchange, Route
+from hurray_rdma.engine.exchange import Route
 from hurray_rdma.engine.marks import give_back, mark_soon
 from hurray_rdma.engine.nudge import Nudge
 from hurray_rdma.engine.placement import Placement
@@ -75,11 +76,11 @@ class FetchedSnapshot(Snapshot):
         self.release()
 
 
-class Fetching(Exchange[Published]):
+class Fetching(Asking[Published]):
     """A published snapshot on its way here.
 
     Args:
-        connect, key, timeout_s, tally: as of `Exchange`.
+        connect, key, timeout_s, tally: as of `Asking`.
         into: the pool that is to take pages of a cache from the peer's device, or the very pages.
     """
 

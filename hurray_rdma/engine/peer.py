@@ -234,7 +234,7 @@ class Peer:
             if push is not None:
                 if (stats := await push.send()) is not None:
                     return stats
-                may_be_lost = push.may_be_lost
+                may_be_lost = not push.was_lost
         transfer = self.begin(
             snapshot,
             key=name,

@@ -74,13 +74,9 @@ class Taking:
         Raises:
             DeadlineExceededError: the pool was being registered anew all the time.
         """
-        with contextlib.ExitStack() as held:
-            while True:
-                try:
-                    held.enter_context(self._pool.gate.moving(timeout_s=0))
-                    break
-                except DeadlineExceededError:
-                    if time.monotonic() >= deadline:
-                        raise
-                await asyncio.sleep(_LOOK_AGAIN_S)
+        while (moving := self._pool.gate.try_moving()) is None:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceededError("the pool was being registered anew all the time")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        with moving:
             yield

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from hurray_rdma.control import ErrorCode, Fetch, Published
-from hurray_rdma.engine.exchange import Exchange, Route
+from hurray_rdma.engine.asking import Asking
+from hurray_rdma.engine.exchange import Route
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import TransferAbortedError
 
@@ -14,11 +15,11 @@ __all__ = ["Telling"]
 _WORDS = {ErrorCode.UNREAD: "nothing is read yet", ErrorCode.DECLINED: "nothing of it is needed"}
 
 
-class Telling(Exchange[Published]):
+class Telling(Asking[Published]):
     """Asks once, and ends it with a code that says why: UNREAD, so that its lease begins anew, or DECLINED.
 
     Args:
-        connect, key, timeout_s, tally: as of `Exchange`.
+        connect, key, timeout_s, tally: as of `Asking`.
         code: one of the two.
     """
 

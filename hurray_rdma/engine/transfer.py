@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from hurray_rdma.cache import Lease, Snapshot, descriptor_form
 from hurray_rdma.control import Grant
+from hurray_rdma.engine.asking import Asking
 from hurray_rdma.engine.compat import page_map_of
-from hurray_rdma.engine.exchange import Exchange, Route, retain
+from hurray_rdma.engine.exchange import Route, retain
 from hurray_rdma.engine.frames import Packer, frame_nbytes
 from hurray_rdma.engine.marks import Mark, marked
 from hurray_rdma.engine.mover import Mover, Moves
@@ -31,7 +32,7 @@ _FRAME_NBYTES = 1 << 20
 """Page bytes of one TENSOR_DATA message."""
 
 
-class Transfer(Exchange[Grant]):
+class Transfer(Asking[Grant]):
     """A snapshot on its way to a peer. Made by `Peer.begin`; an async context manager.
 
     Entering waits for the peer's grant. Leaving waits until the peer has acknowledged the whole snapshot; leaving by an

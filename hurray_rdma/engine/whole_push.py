@@ -54,10 +54,7 @@ class WholePush(Exchange[Grant | None]):
         timeout_s: float,
         tally: Tally,
     ) -> None:
-        async def connect(_deadline: float) -> Route:
-            return route
-
-        super().__init__(connect, key, timeout_s=timeout_s, tally=tally, direction="send")
+        super().__init__(key, timeout_s=timeout_s, tally=tally, direction="send")
         self._started, self._deadline = started, started + timeout_s
         self._route, self._remote = route, remote
         self._form, self._whole = form, whole
@@ -65,6 +62,8 @@ class WholePush(Exchange[Grant | None]):
         self._num_pages = self._num_resident = 0
         self._moved = False
         """Or about to be."""
+        self.was_lost = False
+        """Whether `send` gave None because the session had broken: another one is to be made once, not more."""
 
     async def send(self) -> TransferStats | None:
         """All of it; None if nothing was moved and it may be offered again: the pool is not what it was, or the session
@@ -91,7 +90,7 @@ class WholePush(Exchange[Grant | None]):
             self._log = self._route.log.bind(transfer=transfer_id)
             await self._give_up_incomplete()
             if not self._moved and isinstance(error, StaleGenerationError | PeerLostError):
-                self.may_be_lost = isinstance(error, StaleGenerationError)
+                self.was_lost = isinstance(error, PeerLostError)
                 return None
             self._failed(error)
             raise
@@ -109,21 +108,22 @@ class WholePush(Exchange[Grant | None]):
 
     def answered(self, answer: Grant | None) -> None:
         """Copies at once, where that takes no longer than to wake up whoever waits; else that does."""
-        if answer is None or not self._may_copy_now(answer):
+        source = self._snapshot.pool
+        if answer is None or not self._is_small(answer) or (moving := source.gate.try_moving()) is None:
             super().answered(answer)
             return
         self._moved = True
-        try:
-            self._moves = self._copy(self._snapshot.pool, self._whole, self._pages, answer.page_ids)
-        except HurrayError as error:
-            self.fail(error)
-        else:
-            self._say_ended()
+        with moving:
+            try:
+                self._moves = self._copy(source, self._whole, self._pages, answer.page_ids)
+            except HurrayError as error:
+                self.fail(error)
+            else:
+                self._say_ended()
 
-    def _may_copy_now(self, grant: Grant) -> bool:
+    def _is_small(self, grant: Grant) -> bool:
         return (
             self._error is None
-            and not self._snapshot.pool.gate.renewing
             and self._takes_all(grant)
             and self._num_pages * self._whole.page_nbytes <= INLINE_NBYTES
         )

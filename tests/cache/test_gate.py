@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
@@ -72,6 +74,42 @@ def test_a_renewal_that_waits_begins_when_the_last_move_ends_and_lets_none_begin
         assert not late.wait(0.03)
         renewing.__exit__(None, None, None)
         assert late.wait(5)
+
+
+def test_who_must_not_wait_is_told_at_once_and_is_a_move_like_any_other() -> None:
+    gate = MemoryGate()
+    moving = gate.try_moving()
+    assert moving is not None
+    with pytest.raises(DeadlineExceededError, match="1 moves"), gate.renewal(timeout_s=0.02):
+        pytest.fail("it has begun before its context is entered")
+    with moving, pytest.raises(DeadlineExceededError, match="1 moves"), gate.renewal(timeout_s=0.02):
+        pytest.fail("one is moving")
+    with inside(lambda: gate.renewal(timeout_s=5)) as renewed:
+        assert renewed.wait(5)
+        assert gate.try_moving() is None
+    with gate.renewal(timeout_s=0):
+        pass
+
+
+def test_a_renewal_that_waits_for_a_move_keeps_its_thread_from_no_further_one() -> None:
+    """Which would wait for the renewal, and the renewal for it."""
+    gate = MemoryGate()
+    with contextlib.ExitStack() as stack:
+        moving = gate.try_moving()
+        assert moving is not None
+        with moving:
+            renewed = stack.enter_context(inside(lambda: gate.renewal(timeout_s=5)))
+            until(lambda: gate.renewing)
+            with gate.moving(timeout_s=0), gate.moving(timeout_s=0):
+                assert not renewed.is_set()
+            further = gate.try_moving()
+            assert further is not None
+            with further, ThreadPoolExecutor(1) as other:
+                assert other.submit(gate.try_moving).result(5) is None, "one without a move lets the renewal go first"
+            assert not renewed.is_set()
+        assert renewed.wait(5)
+        with pytest.raises(DeadlineExceededError, match="registered anew"), gate.moving(timeout_s=0):
+            pytest.fail("all of them are over")
 
 
 def test_one_renewal_at_a_time() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from hurray_rdma import CacheSpec, DeadlineExceededError, Engine, PagePool
+from hurray_rdma.cache.gate import MemoryGate
 from hurray_rdma.control import MessageType
 from hurray_rdma.testing.chaos import Action, ChaosProxy, Direction, Rule
 from hurray_rdma.testing.processes import Child
@@ -218,5 +221,89 @@ def test_a_sender_that_missed_an_announcement_connects_anew_instead_of_asking_ag
                         stats = await hear(child)
                         assert (stats.num_reconnects, stats.send.num_transfers, stats.send.failures) == (1, 2, {})
                 await settled(pool, 8, 0, 0)
+
+    run(job())
+
+
+class RenewedMeanwhile:
+    """As soon as a copy on the event loop has begun, a renewal of the pool does, in a thread: before the first byte."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: PagePool) -> None:
+        self.num_copies = 0
+        try_moving, renewal = MemoryGate.try_moving, pool.gate.renewal
+        self._threads: list[threading.Thread] = []
+
+        def renew() -> None:
+            with renewal(timeout_s=10):
+                pass
+
+        def try_then_renew(gate: MemoryGate) -> AbstractContextManager[None] | None:
+            moving = try_moving(gate)
+            if gate is pool.gate and moving is not None:
+                self.num_copies += 1
+                self._threads.append(threading.Thread(target=renew))
+                self._threads[-1].start()
+                until = time.monotonic() + 10
+                while not gate.renewing:
+                    assert time.monotonic() < until
+                    time.sleep(0)
+            return moving
+
+        monkeypatch.setattr(MemoryGate, "try_moving", try_then_renew)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("ahead_pages", [0, 16])
+def test_no_push_lets_the_loop_wait_for_a_renewal_that_begins_meanwhile(
+    ahead_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 64) as mine, make_pool(SPEC, 8) as theirs:
+            fill(theirs, 1)
+            sent = snapshot_of(theirs, [1, 3, 6])
+            async with (
+                Engine(mine, listen="127.0.0.1:0", timeout_s=10, ahead_pages=ahead_pages) as engine,
+                Engine(theirs, timeout_s=2) as sender,
+                sender.connect(engine.address) as peer,
+            ):
+                await peer.send(sent, key="first")
+                if ahead_pages:
+                    await eventually(lambda: mine.allocator.accounts().leased > 3)  # granted ahead
+                renewed = RenewedMeanwhile(monkeypatch, theirs)
+                for n in range(4):
+                    await peer.send(sent, key=str(n))  # which would end with DeadlineExceededError
+                assert renewed.num_copies == 4
+                renewed.join()
+                async for arrival in engine.arrivals():
+                    assert digest(await arrival.snapshot()) == digest(sent)
+                    arrival.release()
+                    if arrival.key == "3":
+                        break
+            await settled(mine, 64, 0, 0)
+
+    run(job())
+
+
+def test_no_pull_lets_the_loop_wait_for_a_renewal_that_begins_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def job() -> None:
+        with make_pool(SPEC, 8) as mine, make_pool(SPEC, 8) as theirs:
+            fill(theirs, 1)
+            sent = snapshot_of(theirs, [1, 3, 6])
+            async with (
+                Engine(theirs, listen="127.0.0.1:0", timeout_s=10) as source,
+                Engine(mine, timeout_s=2) as reader,
+                reader.connect(source.address) as peer,
+            ):
+                source.publish("a", sent)
+                renewed = RenewedMeanwhile(monkeypatch, mine)
+                with await peer.fetch("a") as fetched:
+                    assert digest(fetched) == digest(sent)
+                assert renewed.num_copies == 1
+                renewed.join()
+            assert counts(mine) == (8, 0, 0)
 
     run(job())
