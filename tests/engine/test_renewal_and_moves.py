@@ -276,8 +276,8 @@ def test_no_push_lets_the_loop_wait_for_a_renewal_that_begins_meanwhile(
                 renewed = RenewedMeanwhile(monkeypatch, theirs)
                 for n in range(4):
                     await peer.send(sent, key=str(n))  # which would end with DeadlineExceededError
+                    renewed.join()
                 assert renewed.num_copies == 4
-                renewed.join()
                 async for arrival in engine.arrivals():
                     assert digest(await arrival.snapshot()) == digest(sent)
                     arrival.release()
