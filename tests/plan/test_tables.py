@@ -39,6 +39,12 @@ def test_a_full_table_is_not_copied() -> None:
     assert valid_pages(block_table, uint32(0, 2), uint32(17), 16)[0] is block_table
 
 
+def test_pages_of_no_tokens_are_refused() -> None:
+    for seq_lens in (uint32(0), uint32(3)):
+        with pytest.raises(GeometryError, match="page_size = 0: must be 1 or more"):
+            valid_pages(uint32(7, 3), uint32(0, 2), seq_lens, 0)
+
+
 def test_too_many_tokens_are_refused_with_numbers() -> None:
     with pytest.raises(GeometryError, match=r"seq_lens\[1\] = 33: is above the 32 tokens of its 2 pages of 16"):
         valid_pages(uint32(1, 2, 3), uint32(0, 1, 3), uint32(16, 33), 16)

@@ -133,16 +133,18 @@ def valid_pages(block_table not None, seq_ptr not None, const uint32_t[::1] seq_
         ``block_table`` and ``seq_ptr`` without them; the arguments themselves when there are none.
 
     Raises:
-        GeometryError: the arrays do not fit together, or a sequence has more tokens than its pages hold.
+        GeometryError: the arrays do not fit together, a sequence has more tokens than its pages hold, or ``page_size``
+            is 0.
     """
     cdef const uint32_t[::1] table = block_table, begins = seq_ptr
     check_seq_ptr(table.shape[0], begins, seq_lens)
+    check_page_size(page_size)
     check_room(begins, seq_lens, page_size)
+    cdef Py_ssize_t seq, num_seqs = seq_lens.shape[0]
+    if num_entries_of(seq_lens, page_size) == <uint64_t>table.shape[0]:  # so every sequence has all that it needs
+        return block_table, seq_ptr
     trimmed_ptr = starts_of(seq_lens, page_size)
     cdef uint32_t[::1] starts = trimmed_ptr
-    cdef Py_ssize_t seq, num_seqs = seq_lens.shape[0]
-    if starts[num_seqs] == table.shape[0]:
-        return block_table, seq_ptr
     trimmed = np.empty(starts[num_seqs], np.uint32)
     cdef uint32_t[::1] out = trimmed
     with nogil:
@@ -196,8 +198,7 @@ def starts_of(const uint32_t[::1] seq_lens not None, uint32_t page_size):
     Raises:
         GeometryError: ``page_size`` is 0, or the table has more than 2**32 - 1 entries.
     """
-    if not page_size:
-        raise GeometryError("must be 1 or more", field="page_size", value=0)
+    check_page_size(page_size)
     starts = np.empty(seq_lens.shape[0] + 1, np.uint32)
     cdef uint32_t[::1] out = starts
     cdef uint64_t total = 0
@@ -372,8 +373,22 @@ cdef int check_room(const uint32_t[::1] seq_ptr, const uint32_t[::1] seq_lens, u
     return 0
 
 
+cdef int check_page_size(uint32_t page_size) except -1:
+    if not page_size:
+        raise GeometryError("must be 1 or more", field="page_size", value=0)
+    return 0
+
+
 cdef uint64_t num_pages_of(uint32_t num_tokens, uint32_t page_size) noexcept nogil:
     return (<uint64_t>num_tokens + page_size - 1) // page_size
+
+
+cdef uint64_t num_entries_of(const uint32_t[::1] seq_lens, uint32_t page_size) noexcept nogil:
+    cdef uint64_t total = 0
+    cdef Py_ssize_t seq
+    for seq in range(seq_lens.shape[0]):
+        total += num_pages_of(seq_lens[seq], page_size)
+    return total
 
 
 cdef bint is_ascending(const uint32_t[::1] page_ids) noexcept nogil:
