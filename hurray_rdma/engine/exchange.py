@@ -261,11 +261,11 @@ class Exchange(ABC, Generic[Answer]):
             whole: of it and the peer's pool.
             pages: in ``source``, uint32 ``[num_pages]``.
             page_ids: where each goes, uint32 ``[num_pages]``.
-            bell: as of `RemoteMemory.write_rows`; what rings is one step.
+            bell: as of `RemoteMemory.write_rows`; what rings is one step, of who is inside the gate.
         """
         write = self._remote.memories[0].write_rows
         if bell is not None:
-            return self._step(source, whole, pages, page_ids, partial(write, bell=bell))
+            return self._rows(source, whole, pages, page_ids, partial(write, bell=bell))
         return self._in_steps(source, whole, pages, page_ids, write)
 
     def _in_steps(
@@ -275,21 +275,21 @@ class Exchange(ABC, Generic[Answer]):
         moves, step = Moves(), max(1, STEP_NBYTES // whole.page_nbytes)
         for start in range(0, len(src_pages), step):
             end = start + step
-            moves.add(self._step(pool, whole, src_pages[start:end], dst_pages[start:end], copy))
+            with pool.gate.moving(timeout_s=self._left_s):
+                moves.add(self._rows(pool, whole, src_pages[start:end], dst_pages[start:end], copy))
         return moves
 
-    def _step(
+    def _rows(
         self, pool: PagePool, whole: WholePages, src_pages: Uint32, dst_pages: Uint32, copy: Callable[..., Moved]
     ) -> Moves:
-        with pool.gate.moving(timeout_s=self._left_s):
-            moved = copy(
-                pool.regions[0],
-                places=whole.places,
-                src_rows=src_pages,
-                dst_rows=dst_pages,
-                stop=self._stop,
-                timeout_s=self._left_s,
-            )
+        moved = copy(
+            pool.regions[0],
+            places=whole.places,
+            src_rows=src_pages,
+            dst_rows=dst_pages,
+            stop=self._stop,
+            timeout_s=self._left_s,
+        )
         return Moves(moved.num_operations, moved.nbytes, moved.seconds)
 
     async def _look_whether_alive(self) -> None:
