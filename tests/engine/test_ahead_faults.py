@@ -15,7 +15,6 @@ from hurray_rdma import HurrayError, PagePool, Peer, PeerLostError
 from hurray_rdma.control import MessageType, Prepare
 from hurray_rdma.engine.ahead import _AheadGrant
 from hurray_rdma.engine.link import Link
-from hurray_rdma.engine.mover import Moves
 from hurray_rdma.engine.receiver import Receiver
 from hurray_rdma.testing.chaos import Action, Direction, Rule
 from hurray_rdma.testing.processes import Child
@@ -352,25 +351,20 @@ def test_a_send_into_pages_that_were_recalled_before_it_is_told_goes_the_usual_w
 def test_a_renewal_of_the_source_that_begins_once_a_send_is_prepared_lets_it_arrive_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prepare, copy, begun = _AheadGrant._prepare, _AheadGrant._copy, threading.Event()
+    prepare, renewed = _AheadGrant._prepare, threading.Event()
 
     def renew(source: PagePool) -> None:
         with source.gate.renewal(timeout_s=10):
-            begun.set()
-            time.sleep(0.02)
+            renewed.set()
 
     def prepared(grant: _AheadGrant, told: Prepare) -> None:
         prepare(grant, told)
         threading.Thread(target=renew, args=(source,)).start()
-        assert begun.wait(10)
-
-    def copied(grant: _AheadGrant, *args: Any) -> Moves:
-        moves = copy(grant, *args)
-        if threading.current_thread() is not threading.main_thread():
-            heard.wait(10)  # a mover whose outcome comes after the acknowledgement
-        return moves
-
-    heard = threading.Event()
+        until = time.monotonic() + 10
+        while not source.gate.renewing:
+            assert time.monotonic() < until
+            time.sleep(0)
+        assert not renewed.is_set()
 
     async def job() -> None:
         async with receiving() as (engine, _, taking):
@@ -378,15 +372,9 @@ def test_a_renewal_of_the_source_that_begins_once_a_send_is_prepared_lets_it_arr
                 await until_granted_ahead(peer, sent, traffic)
                 await eventually(lambda: traffic["GRANT"] == traffic["RESERVE"] + traffic["OFFER"])
                 monkeypatch.setattr(_AheadGrant, "_prepare", prepared)
-                monkeypatch.setattr(_AheadGrant, "_copy", copied)
-                told = Rule(action=Action.DELAY, kind=MessageType.PREPARE, direction=S, seconds=0.1)
-                acknowledged = Rule(
-                    action=Action.DELAY, kind=MessageType.TENSOR_PUT_ACK, direction=C, on_fired=heard.set
-                )
-                traffic.arm(told)
-                traffic.arm(acknowledged)
+                traffic.arm(Rule(action=Action.DELAY, kind=MessageType.PREPARE, direction=S, seconds=0.1))
                 await peer.send(sent, key="renewed")
-                assert begun.is_set()
+                assert await asyncio.to_thread(renewed.wait, 10)
                 await eventually(lambda: ("renewed", digest(sent)) in taking.taken)
                 assert sender_engine.stats().send.failures == {}
             assert [key for key, _ in taking.taken].count("renewed") == 1
