@@ -5,6 +5,7 @@ are bytes here, pools are numbers, and moving data is somebody else's work.
 """
 
 from hurray_rdma.control.address import DEFAULT_PORT, Address, parse_address
+from hurray_rdma.control.announced import MAX_POOLS
 from hurray_rdma.control.channel import Channel, EventHandler, open_channel
 from hurray_rdma.control.client import ClientSession
 from hurray_rdma.control.codes import (
@@ -71,6 +72,7 @@ __all__ = [
     "DIALECT_TAGS",
     "HEADER_NBYTES",
     "MAX_DESCRIPTORS",
+    "MAX_POOLS",
     "MAX_QUIET_SESSIONS",
     "MIN_MESSAGE_NBYTES",
     "NONE_RESIDENT",

@@ -6,6 +6,7 @@ read: ``data_end`` tells it when those of a descriptor are complete at the serve
 
 from __future__ import annotations
 
+from hurray_rdma.control.announced import AnnouncedPools
 from hurray_rdma.control.answers import check_grant, check_published
 from hurray_rdma.control.codes import ErrorCode, LocalProtocolError, error_code, error_from_code
 from hurray_rdma.control.config import DIALECT_TAGS, PRIVATE_LAYOUT, SessionConfig, dialects_of
@@ -65,7 +66,7 @@ class ClientSession(DataSession):
         super().__init__(config, now=now)
         self._session_message = self._own_session_message(config.token or "", config.worker_address or b"")
         self._server_hello: ServerHello | None = None
-        self._generations: dict[int, int] = {}
+        self._announced = AnnouncedPools(self.pools)
         self._knows_pools = False
         tags = tuple((DIALECT_TAGS[dialect], b"") for dialect in config.dialects)
         hello = ClientHello(
@@ -299,15 +300,8 @@ class ClientSession(DataSession):
     def _hear_session(self, message: Message, events: list[Event]) -> None:
         if not isinstance(message, Pool):
             raise ProtocolError(f"a server does not say {type(message).__name__} on the session stream")
-        known = self._generations.get(message.pool_id, -1)
-        if message.generation < known or (message.generation == known and not message.removed):
-            return  # Late or repeated: a newer announcement has been heard.
-        self._generations[message.pool_id] = message.generation
-        if not message.removed:
-            self.pools[message.pool_id] = message
-            events.append(PoolAnnounced(message))
-        elif self.pools.pop(message.pool_id, None) is not None:
-            events.append(PoolRemoved(message.pool_id))
+        if self._announced.hear(message):
+            events.append(PoolRemoved(message.pool_id) if message.removed else PoolAnnounced(message))
 
     def _hear_unknown_stream(self, stream_id: int, message: Message, events: list[Event]) -> None:
         # No such transfer, or one ended so long ago that it is forgotten; either way nothing is in flight for it.

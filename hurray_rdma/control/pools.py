@@ -31,6 +31,11 @@ MAX_SEGMENTS = MAX_REGIONS = 3 * 4096
 
 _LIMITS = {"layers": MAX_LAYERS, "roles": MAX_ROLES, "regions": MAX_REGIONS, "segments": MAX_SEGMENTS}
 _MAX_RKEY_NBYTES = 64 * 1024
+# Measured, and rounded up: what an announcement takes once it is decoded, and the layout that is made of it.
+_POOL_NBYTES = 16 * 1024
+_LAYER_NBYTES = 64
+_REGION_NBYTES = 256
+_SEGMENT_NBYTES = 384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +76,12 @@ class Pool:
 
     Raises:
         ConfigError, GeometryError: a number is out of range, a segment is not in its region, or there are more than
-            4096 layers, 16 roles, 12288 regions or 12288 segments.
+            4096 layers, 16 roles, 12288 regions or 12288 segments, or a name has more than 256 characters.
         DescriptorError: ``device`` names none.
     """
 
     pool_id: int
+    """Its number: they rise, and no other pool of the session is given one again."""
     generation: int
     name: str = ""
     """What the announcing engine calls it, such as a cache group or a tenant's pool."""
@@ -110,6 +116,8 @@ class Pool:
         at_most("name", self.name, MAX_NAME_CHARS)
         if self.removed:
             return
+        for name in ("dtype", "order", "scale_dtype", "device"):
+            at_most(name, getattr(self, name) or "", MAX_NAME_CHARS)
         for name in ("num_pages", "num_heads", "head_dim", "page_size", "total_heads"):
             value = getattr(self, name)
             if not 1 <= value <= U32_MAX:
@@ -122,9 +130,18 @@ class Pool:
         for name, limit in _LIMITS.items():
             if len(getattr(self, name)) > limit:
                 raise GeometryError(f"must be at most {limit}", field=f"len({name})", value=len(getattr(self, name)))
+        for role in self.roles:
+            at_most("role", role, MAX_NAME_CHARS)
         DeviceTag.of_device(self.device)
         for index, segment in enumerate(self.segments):
             self._check_segment(index, segment)
+
+    @property
+    def memory_nbytes(self) -> int:
+        """What it takes, about, to know it."""
+        keys = sum(len(region.rkey) for region in self.regions)
+        parts = _REGION_NBYTES * len(self.regions) + _SEGMENT_NBYTES * len(self.segments)
+        return _POOL_NBYTES + _LAYER_NBYTES * len(self.layers) + keys + parts
 
     def _check_segment(self, index: int, segment: PoolSegment) -> None:
         if not 0 <= segment.region_index < len(self.regions):

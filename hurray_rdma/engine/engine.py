@@ -297,7 +297,8 @@ class Engine:
                 and of no other pool. None is the engine's token.
 
         Raises:
-            ConfigError: the engine does not listen, the name or the token is taken, or the pool is of another context.
+            ConfigError: the engine does not listen, the name or the token is taken, the pool is of another context, or
+                there are 1024 already that the same peers hear of.
         """
         check_context(pool, self._context)
         self._receiving().add_pool(pool, name=name, token=token)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hurray_rdma.cache import PageAccounts, PagePool
 from hurray_rdma.control import (
+    MAX_POOLS,
     Channel,
     Committed,
     DescriptorsEnded,
@@ -217,7 +218,7 @@ class Reception:
         """Receives into a further pool; see `Engine.add_pool`.
 
         Raises:
-            ConfigError: the name or the token is taken.
+            ConfigError: the name or the token is taken, or peers can hear of no more pools.
         """
         taken = [each or "default" for each in self._receivers]  # as stats call them
         if name in taken or (not name and self._num_pools):
@@ -227,6 +228,14 @@ class Reception:
         tenant = f"pool {self._num_pools}" if token is not None else ""
         if token is not None and (not token or token == self._token or token in self._tenants.values()):
             raise ConfigError(f"pool {name!r} needs a token that no other pool and not the engine has")
+        num_alike = sum(each.tenant == tenant for each in self._receivers.values())
+        if num_alike >= MAX_POOLS:
+            raise ConfigError(
+                f"must be at most {MAX_POOLS} that the same peers hear of",
+                field="number of pools",
+                value=num_alike + 1,
+                fix="Remove one that nobody uses (Engine.remove_pool), or receive into it with another engine",
+            )
         receiver = Receiver(
             pool,
             pool_id=self._num_pools,
