@@ -1,4 +1,7 @@
-"""The pools of a peer, as it announced them, over one connection."""
+"""The pools of a peer, as it announced them, over one connection.
+
+Which of them is meant is told by their layouts alone; to open one costs the unpacking of a key for each of its regions.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _FASTER = (
 
 
 class RemotePools:
-    """Announcements, checked; opened when they are first needed, since a later one may come first.
+    """Announcements, checked; opened when they are first used, of which most may never be (on GPUs: `open_on_devices`).
 
     Args:
         log: of the connection.
@@ -41,6 +44,8 @@ class RemotePools:
         self._open: dict[int, RemotePool] = {}
         self._fell_back = False
         self._staged: set[tuple[str, str]] = set()
+        self._same_host: bool | None = None
+        self._judged = False
         self.useless: HurrayError | None = None
         """Why an announced pool cannot be used, if one could not."""
 
@@ -109,7 +114,7 @@ class RemotePools:
                     self._drop(pool, error)
                     continue
                 if self._announced.get(pool_id, (None,))[0] is pool and pool_id not in self._open:
-                    self._open[pool_id] = remote
+                    self._keep(remote)
                 else:
                     _close(remote)
 
@@ -132,11 +137,15 @@ class RemotePools:
         if pool_id not in self._open:
             pool, layout = self._announced[pool_id]
             try:
-                self._open[pool_id] = self._opened(pool, layout)
+                self._keep(self._opened(pool, layout))
             except ProtocolError as error:
                 self._drop(pool, error)
                 return None
         return self._open[pool_id]
+
+    def _keep(self, remote: RemotePool) -> None:
+        self._open[remote.pool.pool_id] = remote
+        self._warn_if_slow(remote)
 
     def first(self) -> RemotePool | None:
         """The one of the lowest number that can be used."""
@@ -153,44 +162,54 @@ class RemotePools:
                 return remote.lane, remote.path
         return None
 
-    def all(self) -> list[RemotePool]:
-        """In the order of their numbers."""
-        return [remote for pool_id in sorted(self._announced) if (remote := self.by_id(pool_id)) is not None]
-
     def pool_for(self, spec: CacheSpec, name: str | None, *, device: str) -> RemotePool:
         """The one that is to take pages of ``spec`` from a device; only by its name one on another kind of device.
+
+        No other is opened for it.
 
         Raises:
             DeviceUnavailableError: there are some, on other kinds of devices.
             GeometryError: none has that name, or those layers and roles.
         """
-        pools = self.all()
-        if not pools and self.useless is not None:
+        while True:
+            if (remote := self.by_id(self._pick(spec, name, device))) is not None:
+                return self._from(remote, device)
+            # A key of it is damaged, and it was dropped for that: another one may do.
+
+    def _pick(self, spec: CacheSpec, name: str | None, device: str) -> int:
+        """The number of that one.
+
+        Raises:
+            DeviceUnavailableError, GeometryError: as of `pool_for`.
+        """
+        announced = [self._announced[pool_id] for pool_id in sorted(self._announced)]
+        if not announced and self.useless is not None:
             raise self.useless
         if name is not None:
-            for remote in pools:
-                if (remote.pool.name or "default") == (name or "default"):
-                    return self._from(remote, device)
-            names = [remote.pool.name or "default" for remote in pools]
+            for pool, _ in announced:
+                if (pool.name or "default") == (name or "default"):
+                    return pool.pool_id
+            names = [pool.name or "default" for pool, _ in announced]
             raise GeometryError(
                 f"the receiving side has pools {names}", field="pool", value=name, fix="It may add one: Engine.add_pool"
             )
-        fitting = pools if len(pools) == 1 else [each for each in pools if same_tensors(each.layout.spec, spec)]
+        one = len(announced) == 1
+        fitting = [pool for pool, layout in announced if one or same_tensors(layout.spec, spec)]
         if not fitting:
             raise GeometryError(
-                f"the receiving side has pools with layers {[remote.layout.spec.layer_indices for remote in pools]}",
+                f"the receiving side has pools with layers {[layout.spec.layer_indices for _, layout in announced]}",
                 field="layers",
                 value=spec.layer_indices,
             )
-        for remote in fitting:
-            if same_kind(remote.pool.device, device):
-                return self._from(remote, device)
-        first = fitting[0].pool
+        for pool in fitting:
+            if same_kind(pool.device, device):
+                return pool.pool_id
+        named = fitting[0].name or "default"
         raise DeviceUnavailableError(
-            f"the receiving side's pools for these layers are on {[remote.pool.device for remote in fitting]}",
+            f"the receiving side's pools for these layers are on {[pool.device for pool in fitting]}",
             field="device of the snapshot",
             value=device,
-            fix=f"Pages go to another kind of device only where that is asked for: pool={first.name or 'default'!r}",
+            fix=f"Pages go to another kind of device only where that is asked for: pool={named!r}",
         )
 
     def _from(self, remote: RemotePool, device: str) -> RemotePool:
@@ -207,9 +226,21 @@ class RemotePools:
         return seen
 
     def warn_if_slow(self, *, same_host: bool) -> None:
-        """UCX takes a slow lane without a word."""
+        """UCX takes a slow lane without a word: says so of the first pool that is not mapped, now or once it is opened.
+
+        Opens `first`, so that what is wrong is heard of before anything is sent.
+        """
+        self._same_host = same_host
+        self.first()
+        for pool_id in sorted(self._open):
+            self._warn_if_slow(self._open[pool_id])
+
+    def _warn_if_slow(self, remote: RemotePool) -> None:
         slow = (Path.PUT.value, Path.STREAM.value)
-        lane = next((remote.lane for remote in self.all() if remote.path in slow), "")
+        if self._same_host is None or self._judged or remote.path not in slow:
+            return
+        self._judged = True
+        lane, same_host = remote.lane, self._same_host
         if lane.endswith("(emulated)"):
             self._log.warning(
                 "pages travel over %s: UCX copies them in software, at a tenth of the speed. %s", lane, _FASTER

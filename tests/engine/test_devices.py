@@ -178,7 +178,8 @@ class StagedMemory:
 
 def test_a_lane_through_the_host_is_warned_of_once(pool: PagePool, caplog: pytest.LogCaptureFixture) -> None:
     remotes = told_of(announced(pool, 0, "", "cpu"))
-    (remote,) = remotes.all()
+    remote = remotes.first()
+    assert remote is not None
     remotes._open[0] = replace(remote, memories=(StagedMemory(),))
     assert remotes.pool_for(SPEC, None, device="cpu").lane == "sysv"
     assert caplog.text == ""
@@ -214,6 +215,7 @@ def test_the_lane_of_a_gpu_pool_is_the_slow_one_where_its_regions_differ(
     pool: PagePool, lanes: tuple[str, ...], told: str
 ) -> None:
     remotes = told_of(announced(pool, 0, "", "cuda:0"))
-    (remote,) = remotes.all()
+    remote = remotes.first()
+    assert remote is not None
     remotes._open[0] = replace(remote, memories=tuple(map(MovedMemory, lanes)))
     assert remotes.pool_for(SPEC, None, device="cuda:1").lane == told
