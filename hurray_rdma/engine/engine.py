@@ -58,8 +58,9 @@ class Engine:
             however busy it is, seconds: then it is ended.
         peer_timeout_s: a peer of which nothing is heard for this long is lost, seconds; it is pinged 20 times as often.
         ahead_pages: pages of each pool that senders may hold ready for small snapshots, all senders together: then a
-            small send needs one control message each way. They count as leased; they come back when an offer has to
-            wait for pages, and when they were not used for ``lease_s``.
+            small send needs one control message each way. Up to as many again may be out that senders say they are
+            copying into, which are held ready no more. All count as leased; they come back when an offer has to wait
+            for pages, and when they were not used for ``lease_s``.
         allow_unauthenticated: listen beyond this host although neither a token nor client certificates are asked for:
             whoever reaches the port may write into the pool.
         context: UCX context; None is the pool's own, and no other will do.

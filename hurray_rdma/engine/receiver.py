@@ -73,7 +73,7 @@ class Receiver:
         tenant: whose senders hear of it; "" is those with the engine's own token.
         arrivals: where granted transfers go.
         shortages: told of offers that wait for pages.
-        ahead_pages: what may be granted ahead, to all senders together.
+        ahead_pages: what may be held ready of pages granted ahead, as of `Engine`.
         lease_s: a grant of which nothing is heard for this long is aborted.
         max_transfer_s: so is one that is this old, whatever is heard.
         timeout_s: what `Arrival.wait_layer` and `Arrival.snapshot` wait by default.
@@ -389,7 +389,7 @@ class Receiver:
         if held is None or held.bell is None or self.pool.needs_flush:
             return  # the COMMIT says it again
         arrival = self._checked_commit(link, transfer_id, held, commit)
-        if arrival is not None and self._ahead.rings(held, nbytes=arrival.num_pages * self._page_nbytes):
+        if arrival is not None and self._ahead.listen(held, nbytes=arrival.num_pages * self._page_nbytes):
             self._take_committed(link, transfer_id, arrival, came=came)
 
     def _committed(self, link: Link, transfer_id: int, commit: Commit) -> None:

@@ -42,7 +42,7 @@ class Reservation:
     reach: Reach
     """How its sender writes."""
     filling: bool = False
-    """Whether its sender has said what is being copied into it: it is held ready no more."""
+    """Whether it counts as being filled, no more as held ready: its sender has said what is being copied into it."""
     recalled: bool = False
 
 
@@ -51,7 +51,8 @@ class Reservations:
 
     Args:
         pool: where the pages are.
-        max_pages: what all of them together may hold.
+        max_pages: what may be held ready, all senders together. As much again may be in use while it is filled: only
+            so long is what a sender has said that it fills not counted as held ready.
         lease_s: one that is not used for this long is recalled; then its sender has as long to say QUIET.
         tally: counts what happens.
     """
@@ -65,7 +66,8 @@ class Reservations:
         self._held: dict[tuple[Link, int], Reservation] = {}
         self._loud: dict[tuple[Link, int], Reservation] = {}
         self._leases = Deadlines()
-        self._num_pages = 0
+        self._num_ready = 0
+        self._num_filling = 0
         self._idle = asyncio.Event()
         at = pool.bells_offset_nbytes
         self._bells = Bells(pool.regions[0], offset_nbytes=at, nbytes=BELLS_NBYTES) if at is not None else None
@@ -82,7 +84,7 @@ class Reservations:
             PoolExhaustedError: too many are held already, or there are too few.
             ConfigError: the grant is larger than what the sender accepts.
         """
-        allowed = self._max_pages - self._num_pages
+        allowed = self._max_pages - self._num_ready
         if reserve.num_pages > allowed:
             raise PoolExhaustedError(
                 f"is above the {max(0, allowed)} pages that may still be granted ahead",
@@ -111,7 +113,7 @@ class Reservations:
         key = link, transfer_id
         self._held[key] = Reservation(reserve, lease, now, bell, reach)
         self._watch(key, self._lease_s)
-        self._num_pages += len(lease)
+        self._num_ready += len(lease)
         if reach is Reach.STREAM:
             link.permits.begin(transfer_id, self._pool, lease.page_ids, writes=True)
 
@@ -120,19 +122,24 @@ class Reservations:
         held = self._held.get((link, transfer_id))
         return None if held is None or held.recalled else held
 
-    def rings(self, held: Reservation, *, nbytes: int) -> bool:
+    def listen(self, held: Reservation, *, nbytes: int) -> bool:
         """Whether its sender tells, about as soon as it can have copied so much, that it has.
 
-        Nothing else is done meanwhile: so it is listened to once, whatever a sender says.
+        Nothing else is done meanwhile: so it is listened to once, whatever a sender says. From now on it counts as
+        being filled, unless too many pages do.
         """
         bell, held.bell = held.bell, None
         if self._bells is None or bell is None:
             return False
-        held.filling = True
-        self._num_pages -= len(held.lease)
-        rings = nbytes <= INLINE_NBYTES and self._bells.rings(bell, timeout_s=_COPY_S + nbytes / _COPY_NBYTES_PER_S)
+        num_pages = len(held.lease)
+        if self._num_filling + num_pages <= self._max_pages:  # else whoever never rings could have the whole pool
+            held.filling = True
+            self._num_ready -= num_pages
+            self._num_filling += num_pages
+        timeout_s = _COPY_S + nbytes / _COPY_NBYTES_PER_S
+        heard = nbytes <= INLINE_NBYTES and self._bells.listen(bell, timeout_s=timeout_s)
         self._bells.give_back(bell)
-        return rings
+        return heard
 
     def _hang_up(self, bell: Bell | None) -> None:
         if self._bells is not None and bell is not None:
@@ -236,8 +243,10 @@ class Reservations:
         if held.reach is Reach.STREAM:
             link, transfer_id = key
             link.permits.end(transfer_id)
-        if not held.filling:
-            self._num_pages -= len(held.lease)
+        if held.filling:
+            self._num_filling -= len(held.lease)
+        else:
+            self._num_ready -= len(held.lease)
         if not self._held:
             self._idle.set()
         return held

@@ -56,7 +56,7 @@ class Bells:
         """It is not listened to any more. Who still rings it may, at most, make its next owner's ring unheard."""
         self._free.append(bell.offset_nbytes)
 
-    def rings(self, bell: Bell, *, timeout_s: float) -> bool:
+    def listen(self, bell: Bell, *, timeout_s: float) -> bool:
         """Whether it rings by then. Everything that its process copied before is visible here if it does.
 
         Lets other threads and processes of this core run meanwhile, but does not sleep: for times that are shorter than

@@ -306,6 +306,38 @@ def test_what_is_being_filled_is_no_part_of_the_share_that_may_be_held_ready() -
     run(job())
 
 
+@pytest.mark.parametrize("ends", ["committed", "given back", "lost"])
+def test_who_prepares_and_never_rings_gets_no_more_than_the_share_twice(ends: str) -> None:
+    """As much may be filled as may be held ready; whatever else is said to be filled counts as held ready still."""
+
+    async def job() -> None:
+        async with receiving() as (engine, pool, taking):
+            with make_pool(SPEC, 64) as source:
+                commit = offer_of(snapshot_of(source, [1, 2]))
+                for _ in range(2):  # all of it comes back
+                    async with shaken(engine.address) as hand:
+                        held = []
+                        for _ in range(4):
+                            held.append(reserve(hand, **MAPPED))
+                            await hand.expect(Granted)
+                            hand.do("prepare", held[-1], commit_like(commit, Prepare))
+                        assert counts(pool) == (NUM_PAGES - 32, 32, 0)
+                        for num_pages in (8, 1):
+                            reserve(hand, num_pages, **MAPPED)
+                            await expect_code(hand, Refused, ErrorCode.POOL_EXHAUSTED)
+                        for transfer_id in held if ends != "lost" else ():
+                            if ends == "committed":
+                                hand.do("commit", transfer_id, commit_like(commit))
+                                await hand.expect(Acknowledged)
+                            else:
+                                hand.do("abort", transfer_id, ErrorCode.ABORTED, "enough")
+                                hand.do("quiet", transfer_id)
+                    await settled(pool, NUM_PAGES, 0, 0)
+            assert len(taking.taken) == (8 if ends == "committed" else 0)
+
+    run(job())
+
+
 def test_when_all_bells_are_out_pages_are_granted_without() -> None:
     async def job() -> None:
         async with receiving(8 * 80) as (engine, _, taking), shaken(engine.address) as hand:

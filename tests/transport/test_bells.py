@@ -47,16 +47,16 @@ def test_it_rings_with_its_own_token_alone(region: Region) -> None:
     bells = Bells(region, offset_nbytes=AT, nbytes=4096)
     first = bells.take()
     assert first is not None
-    assert not bells.rings(first, timeout_s=0)
+    assert not bells.listen(first, timeout_s=0)
     word(region, first)[0] = first.token
-    assert bells.rings(first, timeout_s=0)
+    assert bells.listen(first, timeout_s=0)
     bells.give_back(first)
     further = [bell for bell in iter(bells.take, None) if bell is not None]
     assert [bell.offset_nbytes for bell in further].index(first.offset_nbytes) == 63, "given back last, taken last"
     second = further[-1]
-    assert not bells.rings(second, timeout_s=0.001)
+    assert not bells.listen(second, timeout_s=0.001)
     word(region, second)[0] = second.token
-    assert bells.rings(second, timeout_s=0)
+    assert bells.listen(second, timeout_s=0)
 
 
 def test_what_rang_in_a_region_before_rings_no_bell_of_its_next_user(region: Region) -> None:
@@ -64,9 +64,9 @@ def test_what_rang_in_a_region_before_rings_no_bell_of_its_next_user(region: Reg
         bells = Bells(region, offset_nbytes=AT, nbytes=4096)
         bell = bells.take()
         assert bell is not None
-        assert not bells.rings(bell, timeout_s=0)
+        assert not bells.listen(bell, timeout_s=0)
         word(region, bell)[0] = bell.token
-        assert bells.rings(bell, timeout_s=0)
+        assert bells.listen(bell, timeout_s=0)
 
 
 def test_other_threads_run_while_it_is_listened_to(region: Region) -> None:
@@ -74,7 +74,7 @@ def test_other_threads_run_while_it_is_listened_to(region: Region) -> None:
     bell = bells.take()
     assert bell is not None
     heard: list[bool] = []
-    listening = threading.Thread(target=lambda: heard.append(bells.rings(bell, timeout_s=LONG_S)))
+    listening = threading.Thread(target=lambda: heard.append(bells.listen(bell, timeout_s=LONG_S)))
     listening.start()
     word(region, bell)[0] = bell.token  # this thread would not come here if the other kept the GIL
     listening.join(LONG_S)
@@ -126,7 +126,7 @@ def test_everything_that_was_copied_before_is_there_when_it_rings(region: Region
             bell = bells.take()
             assert bell is not None
             child.send((fill, bell))
-            assert bells.rings(bell, timeout_s=LONG_S)
+            assert bells.listen(bell, timeout_s=LONG_S)
             assert (region.array()[:AT] == fill).all()
             bells.give_back(bell)
         child.send("end")
@@ -154,8 +154,8 @@ def test_a_copy_that_was_stopped_rings_nothing(region: Region) -> None:
     with reached(context, worker.address, region.remote()) as memory:
         with pytest.raises(TransferAbortedError):
             copy_pages(memory, source, bell, stop=True)
-        assert not bells.rings(bell, timeout_s=0)
+        assert not bells.listen(bell, timeout_s=0)
         copy_pages(memory, source, bell)
-        assert bells.rings(bell, timeout_s=0)
+        assert bells.listen(bell, timeout_s=0)
     source.close()
     worker.close()
