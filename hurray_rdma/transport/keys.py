@@ -44,7 +44,8 @@ def open_key(endpoint: Endpoint, remote: RemoteRegion) -> OpenedKey:
 
     Raises:
         ProtocolError: the rkey is damaged.
-        TransportError: UCX cannot use it, or the region is not in the memory that the rkey is of: nothing may be moved.
+        TransportError: UCX cannot use it; or the region is not in the memory that the rkey is of, or that cannot be
+            told, as no file can be opened: nothing may be moved.
     """
     packed = unseal(remote.rkey, field="rkey")
     try:
@@ -75,22 +76,38 @@ def _open_host(endpoint: Endpoint, packed: bytes, remote: RemoteRegion) -> Opene
     with _unpacking:
         for _ in range(_ATTEMPTS):
             key = native.RemoteKey(endpoint.bound, packed)
-            pointer = key.pointer(remote.remote_addr)
-            if pointer is None:
-                return OpenedKey(key)
-            own = pointer == remote.remote_addr and endpoint.owns(remote)
-            if own or pointer == empty:
-                kind = shared_memory_kind(pointer, pointer + remote.nbytes)
-                if kind is not None:
-                    return OpenedKey(key, pointer, kind)
-                if own:  # and private to this process: UCX moves the bytes
+            try:
+                pointer = key.pointer(remote.remote_addr)
+                if pointer is None:
                     return OpenedKey(key)
+                own = pointer == remote.remote_addr and endpoint.owns(remote)
+                if own or pointer == empty:
+                    kind = _kind_at(pointer, remote)
+                    if kind is not None:
+                        return OpenedKey(key, pointer, kind)
+                    if own:  # and private to this process: UCX moves the bytes
+                        return OpenedKey(key)
+            except BaseException:
+                key.close()
+                raise
             key.close()
             is_empty = native.is_unmapped(pointer, remote.nbytes)
-            stays = not is_empty and shared_memory_kind(pointer, pointer + remote.nbytes) == "xpmem"
+            stays = not is_empty and _kind_at(pointer, remote) == "xpmem"
             empty = pointer if is_empty or stays else None
     raise TransportError(
         "the peer's region is not in the memory that its rkey is of",
         field="remote_addr",
         value=f"{remote.remote_addr:#x}",
     )
+
+
+def _kind_at(pointer: int, remote: RemoteRegion) -> str | None:
+    try:
+        return shared_memory_kind(pointer, pointer + remote.nbytes)
+    except OSError as error:
+        raise TransportError(
+            f"where the peer's region is mapped cannot be looked at: {error}",
+            field="remote_addr",
+            value=f"{remote.remote_addr:#x}",
+            fix="Raise the limit of open files (`ulimit -n`)",
+        ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -225,6 +227,25 @@ def test_a_place_that_another_thread_takes_is_given_up_for_another(
     assert len(taken) == min(times, keys._ATTEMPTS)
     for key in taken:
         key.close()
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_a_descriptor_to_look_where_it_is_mapped_nothing_stays_open(reached: Reached) -> None:
+    place = reached.place(reached.first)
+    with no_descriptor_left(), pytest.raises(TransportError, match="Too many open files") as caught:
+        reached.endpoint.open_region(reached.first)
+    assert (caught.value.field, caught.value.value) == ("remote_addr", f"{reached.first.remote_addr:#x}")
+    assert native.is_unmapped(place, NBYTES), "its key is destroyed"
+    assert reached.endpoint.open_region(reached.first).path is Path.MAPPED
 
 
 def test_what_is_mapped_anywhere_in_a_span_of_memory_is_seen() -> None:
