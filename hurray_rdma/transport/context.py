@@ -84,8 +84,8 @@ class Context:
         self._zeros: dict[int, Region] = {}
         self._zeros_lock = threading.Lock()
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-        self.announced: weakref.WeakSet[Region] = weakref.WeakSet()
-        """Regions that have said what a peer needs to reach them."""
+        self._announced: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._announcing = threading.Lock()
         self._lock = threading.Lock()
         self.memory_domain = _memory_domain(self._bound.handle)
         """The same for two processes that UCX lets move bytes through the memory of this host, else different."""
@@ -334,9 +334,16 @@ class Context:
             ) from error
         return new
 
+    def announce(self, region: Region) -> None:
+        """The region has said what a peer needs to reach it."""
+        with self._announcing:
+            self._announced.add(region)
+
     def owns(self, remote: RemoteRegion) -> bool:
         """Whether that is what a region of this context says of itself, as it is registered now."""
-        return any(not region.closed and region.remote() == remote for region in list(self.announced))
+        with self._announcing:
+            regions = list(self._announced)
+        return any(_says(region, remote) for region in regions)
 
     def open_worker(self) -> Worker:
         """A worker with a progress thread of its own, about 10 ms and 4 MiB; close it."""
@@ -383,6 +390,13 @@ class Context:
                 f"the UCX context was made in process {self._pid} and cannot be used in its forked child {os.getpid()}",
                 fix="Start processes with multiprocessing's 'spawn' method, or make the engine after the fork",
             )
+
+
+def _says(region: Region, remote: RemoteRegion) -> bool:
+    try:
+        return region.remote() == remote
+    except RegistrationError:  # it is closed, maybe just now
+        return False
 
 
 def _current(device_index: int | None) -> AbstractContextManager[None]:

@@ -129,7 +129,7 @@ class Region:
         memory = self.memory
         if self._key is None:
             self._key = self._packed_key()
-        self.context.announced.add(self)
+        self.context.announce(self)
         return RemoteRegion(remote_addr=memory.address, nbytes=memory.nbytes, rkey=seal(self._key), device=self.device)
 
     def _packed_key(self) -> bytes:

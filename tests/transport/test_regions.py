@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -216,6 +217,43 @@ def test_the_key_of_a_registration_is_asked_for_once(context: Context, monkeypat
     region.close()
     with pytest.raises(RegistrationError, match="closed"):
         region.remote()
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    """Between threads."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual_s)
+
+
+@pytest.mark.usefixtures("frequent_switches")
+def test_whose_a_region_is_can_be_asked_while_others_are_announced_and_closed(context: Context) -> None:
+    first, *others = [context.allocate(4096) for _ in range(100)]
+    known, asked = first.remote(), threading.Event()
+
+    def announce() -> None:
+        asked.wait(10)
+        for _ in range(500):
+            with context._announcing:
+                context._announced.clear()
+            for region in (first, *others):
+                region.remote()
+        for region in others:
+            region.close()
+
+    announcing = threading.Thread(target=announce)
+    announcing.start()
+    answers = []
+    while announcing.is_alive():
+        answers.append(context.owns(known))
+        asked.set()
+    announcing.join()
+    assert answers[0] is True
+    assert context.owns(known)
+    first.close()
+    assert not context.owns(known)
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["a driver", "no driver"])
