@@ -190,8 +190,9 @@ class Fetching(Asking[Published]):
         if page_keys is not None:
             pool.resident.insert(page_keys[~found], written)
         stats = self._collect(page_map, pool.spec, remote, num_written=int((~found).sum()))
-        leases, self._leases = self._leases, []
-        return FetchedSnapshot(pool, page_map, page_ids, leases, stats)
+        fetched = FetchedSnapshot(pool, page_map, page_ids, self._leases, stats)
+        self._leases = []  # it has them from now on
+        return fetched
 
     async def _take(
         self, transfer_id: int, taking: Taking, spec: CacheSpec, resident: NDArray[np.bool_] | None

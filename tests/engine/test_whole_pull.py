@@ -147,6 +147,25 @@ def test_pages_that_are_here_are_not_read_again(planned: list[int]) -> None:
     run(job())
 
 
+def test_pages_of_a_fetch_whose_snapshot_cannot_be_made_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    async def job() -> None:
+        async with pair() as (theirs, source, mine, peer):
+            sent = snapshot_of(theirs, [7, 3])
+            source.publish("a", sent)
+            with monkeypatch.context() as patches:
+                patches.setattr(fetching.FetchedSnapshot, "__init__", fails)
+                with pytest.raises(MemoryError):
+                    await peer.fetch("a")
+            assert counts(mine) == (16, 0, 0)
+            with await peer.fetch("a") as fetched:
+                assert digest(fetched) == digest(sent)
+
+    run(job())
+
+
 def test_a_fetch_waits_for_pages_and_is_refused_those_that_never_are() -> None:
     async def job() -> None:
         async with pair(num_pages=4) as (theirs, source, mine, peer):
