@@ -14,7 +14,7 @@ from hurray_rdma.errors import TransportError
 from hurray_rdma.transport.binding import BoundWorker, native
 from hurray_rdma.transport.envelope import seal, unseal
 from hurray_rdma.transport.lanes import LaneReport, parse_lanes
-from hurray_rdma.transport.memory import RemoteRegion
+from hurray_rdma.transport.memory import RemoteRegion, hold
 from hurray_rdma.transport.page_streams import PageStream
 from hurray_rdma.transport.remote import Offsets, RemoteMemory, StopFlag
 from hurray_rdma.transport.status import deadline_ns, raise_for
@@ -239,12 +239,13 @@ class Endpoint:
 
         Raises:
             DeadlineExceededError: another plan kept the endpoint busy for ``timeout_s``.
+            RegistrationError: the region of ``local`` was closed meanwhile.
         """
         left_s = take_turn(self._in_use, "endpoint", stop=stop, timeout_s=timeout_s)
         try:
             handle = self.handle
             self._running = stop
-            local.hold()
+            hold(local)
             self._held.append((local, rkey))
             outcome = native.post(
                 self._worker.handle,

@@ -22,7 +22,7 @@ from hurray_rdma.transport.envelope import seal
 if TYPE_CHECKING:
     from hurray_rdma.transport.context import Context
 
-__all__ = ["Memory", "Region", "RemoteRegion", "copy_local"]
+__all__ = ["Memory", "Region", "RemoteRegion", "copy_local", "hold"]
 
 _log = logging.getLogger(__name__)
 
@@ -269,6 +269,18 @@ class Region:
     def __repr__(self) -> str:
         state = " [closed]" if self.closed else ""
         return f"<Region {self.device} {self.address:#x} +{self.nbytes}{state}>"
+
+
+def hold(memory: native.Memory) -> None:
+    """Keeps it registered until its `release`, whoever closes its region meanwhile.
+
+    Raises:
+        RegistrationError: the region is closed: on another thread, if it has just given the handle.
+    """
+    try:
+        memory.hold()
+    except ValueError:
+        raise RegistrationError("the region is closed", field="address", value=f"{memory.address:#x}") from None
 
 
 def copy_local(

@@ -22,7 +22,7 @@ from hurray_rdma.transport.bells import Bell
 from hurray_rdma.transport.binding import native
 from hurray_rdma.transport.keys import open_key
 from hurray_rdma.transport.lanes import carried_by
-from hurray_rdma.transport.memory import Region, RemoteRegion
+from hurray_rdma.transport.memory import Region, RemoteRegion, hold
 from hurray_rdma.transport.page_streams import PageStream
 from hurray_rdma.transport.status import deadline_ns, raise_for
 
@@ -145,6 +145,7 @@ class RemoteMemory:
             GeometryError: a piece lies outside either region; nothing was written.
             DeadlineExceededError: out of time.
             TransferAbortedError: ``stop`` was set.
+            RegistrationError: ``src`` is closed; nothing was written.
             PeerLostError, TransportError: the fabric failed.
 
         Whether bytes of a failed plan may still arrive is told by ``in_doubt`` of the error; whether UCX may still read
@@ -241,7 +242,7 @@ class RemoteMemory:
         self._enter()
         started = time.monotonic()
         try:
-            memory.hold()
+            hold(memory)
             try:
                 posted, _, nbytes, status, _ = native.copy_rows(
                     src,
@@ -326,7 +327,7 @@ class RemoteMemory:
         self._enter()
         started = time.monotonic()
         try:
-            memory.hold()
+            hold(memory)
             try:
                 if path is Path.PUT:
                     # Whoever posts progresses the worker, and with it what others have posted from devices.

@@ -7,9 +7,12 @@ import logging
 import mmap
 import pathlib
 import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from hurray_rdma.errors import (
     HurrayError,
     PeerLostError,
     ProtocolError,
+    RegistrationError,
     TransferAbortedError,
     TransportError,
 )
@@ -27,6 +31,7 @@ from hurray_rdma.testing.processes import Child
 from hurray_rdma.transport import Context, Endpoint, Path, RemoteMemory, StopFlag, mappings
 from hurray_rdma.transport.lanes import LaneReport
 from hurray_rdma.transport.mappings import mapping_kind, shared_memory_kind
+from hurray_rdma.transport.turns import take_turn
 
 PAGE = 8192
 NUM_PAGES = 512
@@ -205,6 +210,65 @@ def test_pieces_outside_either_region_are_refused_before_anything_moves() -> Non
         assert (child.receive() == 0xEE).all()
         child.send("end")
         endpoint.close()
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("allocate", "what", "when"),
+    [
+        (True, "write", "before it is held"),
+        (True, "read", "before it is held"),
+        (True, "write_rows", "before it is held"),
+        (True, "read_rows", "before it is held"),
+        (False, "write", "before it is held"),
+        (False, "read", "before it is held"),
+        (False, "write", "before it is posted"),
+        (False, "read", "before it is posted"),
+    ],
+)
+def test_a_region_that_another_thread_closes_just_then_is_a_typed_error_and_nothing_moves(
+    allocate: bool, what: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, none = np.array([PAGE], np.uint64), np.zeros(1, np.uint64)
+    pieces = {"src_offsets": none, "dst_offsets": none, "lengths": one}
+    rows = {
+        "places": np.array([[0, PAGE, 0, PAGE, PAGE]], np.uint64),
+        "src_rows": np.zeros(1, np.uint32),
+        "dst_rows": np.zeros(1, np.uint32),
+    }
+    with Child(target, {}, allocate) as child:
+        address, remote = child.receive()
+        context = Context()
+        worker, region = context.open_worker(), context.allocate(NBYTES)
+        to_peer = worker.connect(address, timeout_s=10)
+        memory, handle = to_peer.open_region(remote), region.memory
+        assert memory.path is (Path.MAPPED if allocate else Path.PUT)
+
+        def closing(call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **options: Any) -> Any:
+                elsewhere = threading.Thread(target=region.close)
+                elsewhere.start()
+                elsewhere.join()
+                return call(*args, **options)
+
+            return called
+
+        with monkeypatch.context() as patches:
+            if when == "before it is held":
+                patches.setattr(RemoteMemory, "_enter", closing(RemoteMemory._enter))
+            else:
+                patches.setattr("hurray_rdma.transport.endpoint.take_turn", closing(take_turn))
+            with pytest.raises(RegistrationError, match="the region is closed") as caught:
+                getattr(memory, what)(
+                    region, **(rows if what.endswith("rows") else pieces), stop=StopFlag(), timeout_s=10
+                )
+        assert not caught.value.in_doubt
+        assert not handle.in_use
+        assert not to_peer.holds_memory
+        child.send("read")
+        assert (child.receive() == 0xEE).all()
+        child.send("end")
+        assert to_peer.close()
         worker.close()
 
 
