@@ -1,7 +1,7 @@
 /*
  * The loops that move a plan: post puts or gets over one endpoint and wait for them, or copy through a mapping of the
- * peer's memory. They know addresses, offsets and lengths, and nothing of pages; they decide nothing. All of them run
- * without the GIL.
+ * peer's memory. They know addresses, offsets and lengths, and nothing of pages; they decide nothing. Whatever
+ * copies, posts or waits runs without the GIL.
  */
 #ifndef HURRAY_MOVES_H
 #define HURRAY_MOVES_H
