@@ -1,5 +1,5 @@
-"""Moves the pages of a plan between this process and a peer's memory, in a mover thread: the native loops release the
-GIL."""
+"""Moves the pages of a plan between this process and a peer's memory: in a mover thread, or on the event loop where
+they are mapped and few (`INLINE_NBYTES`). The native loops release the GIL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import PagePool
+from hurray_rdma.engine.remote_pool import one_path
 from hurray_rdma.errors import HurrayError
 from hurray_rdma.plan import MovesTogether, Plan, TransferPlan
 from hurray_rdma.transport import Region, RemoteMemory, StopFlag
@@ -72,6 +73,7 @@ class Mover:
         self._pool = pool
         self._plan = plan
         self._memories = memories
+        self._path = one_path(memories, pool.device)
         self._reads = reads
         self._zeros = zeros
         self._stop = stop
@@ -134,7 +136,7 @@ class Mover:
                 lengths=lengths,
                 stop=self._stop,
                 timeout_s=self._left_s(),
-                path=remote.path_from(self._pool.device),  # zeros, which are in host memory, go the way of the pages
+                path=self._path,  # zeros, which are in host memory, go the way of the pages
                 transfer_id=self._transfer_id,
             )
         done.add(Moves(moved.num_operations, moved.nbytes, moved.seconds))

@@ -21,6 +21,7 @@ from hurray_rdma.control import (
 )
 from hurray_rdma.engine.compat import announcement
 from hurray_rdma.engine.logs import EngineLog
+from hurray_rdma.engine.remote_pool import RemotePool
 from hurray_rdma.engine.remote_pools import RemotePools
 from hurray_rdma.engine.tally import Tally
 from hurray_rdma.errors import ProtocolError
@@ -180,7 +181,7 @@ def test_a_lane_through_the_host_is_warned_of_once(pool: PagePool, caplog: pytes
     remotes = told_of(announced(pool, 0, "", "cpu"))
     remote = remotes.first()
     assert remote is not None
-    remotes._open[0] = replace(remote, memories=(StagedMemory(),))
+    remotes._open[0] = RemotePool(remote.pool, remote.layout, (StagedMemory(),))  # type: ignore[arg-type]
     assert remotes.pool_for(SPEC, None, device="cpu").lane == "sysv"
     assert caplog.text == ""
     for _ in range(2):
@@ -217,5 +218,5 @@ def test_the_lane_of_a_gpu_pool_is_the_slow_one_where_its_regions_differ(
     remotes = told_of(announced(pool, 0, "", "cuda:0"))
     remote = remotes.first()
     assert remote is not None
-    remotes._open[0] = replace(remote, memories=tuple(map(MovedMemory, lanes)))
+    remotes._open[0] = RemotePool(remote.pool, remote.layout, tuple(map(MovedMemory, lanes)))  # type: ignore[arg-type]
     assert remotes.pool_for(SPEC, None, device="cuda:1").lane == told
