@@ -357,8 +357,11 @@ class PagePool:
                 region.renew()
 
     def watch_close(self, end: Callable[[], None]) -> None:
-        """Has somebody told, on the thread that closes the pool, before its memory is let go of."""
+        """Has somebody told, on the thread that closes the pool, before its memory is let go of; else here, if that has
+        begun: maybe twice, if just now."""
         self._watching_close[end] = None
+        if self._closed:
+            end()
 
     def unwatch_close(self, end: Callable[[], None]) -> None:
         """Ends `watch_close`. Harmless when it has ended."""

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hurray_rdma.cache import PagePool, PoolLayout
+from hurray_rdma.errors import RegistrationError
 from hurray_rdma.transport import Memory, Permits
+from hurray_rdma.transport.memory import hold
 
 __all__ = ["SessionPermits", "can_stream"]
 
@@ -41,7 +43,7 @@ def _is_dense(layout: PoolLayout, index: int) -> bool:
 @dataclass(slots=True, eq=False)
 class _Held:
     pool: PagePool
-    memories: tuple[Memory, ...]
+    memories: list[Memory]
     end: Callable[[], None]
 
 
@@ -69,16 +71,21 @@ class SessionPermits:
         """
         if self._permits is None or pool.closed or pool.device != "cpu":
             return
-        memories = tuple(region.memory for region in pool.regions)
-        places = self._places_of(pool, memories)
-        if places is None:
-            return
         self.end(transfer_id)
-        held = self._held[transfer_id] = _Held(pool, memories, partial(self.end, transfer_id))
-        for memory in memories:
-            memory.hold()
-        pool.watch_close(held.end)
+        try:
+            memories = tuple(region.memory for region in pool.regions)
+            places = self._places_of(pool, memories)
+            if places is None:
+                return
+            held = self._held[transfer_id] = _Held(pool, [], partial(self.end, transfer_id))
+            for memory in memories:
+                hold(memory)
+                held.memories.append(memory)
+        except RegistrationError:  # another thread closes the pool just now
+            self.end(transfer_id)
+            return
         self._permits.add(transfer_id, writes, *places, np.sort(page_ids).astype(np.uint32, copy=False))
+        pool.watch_close(held.end)
 
     def end(self, transfer_id: int) -> None:
         """The transfer is over, or is to be. Harmless where nothing was permitted. On any thread."""

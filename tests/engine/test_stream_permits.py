@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from hurray_rdma import Engine, PagePool, Snapshot
 from hurray_rdma.cache import CacheSpec
 from hurray_rdma.control import AbortRequested, Fetch, Granted, PublishedHeard
-from hurray_rdma.engine.permits import can_stream
-from hurray_rdma.transport import Context
+from hurray_rdma.engine import permits as permits_module
+from hurray_rdma.engine.permits import SessionPermits, can_stream
+from hurray_rdma.transport import Context, Memory, Permits
+from hurray_rdma.transport.memory import hold
 from tests.engine.hands import shaken
 from tests.engine.test_stream_lane import TCP, page_stream_of, told
 from tests.hazards.scenes import SPEC, connected, counts, digest, eventually, fill, make_pool, raw, run, snapshot_of
@@ -190,3 +193,37 @@ def test_a_permit_ends_before_the_sender_has_said_that_it_is_quiet(how: str) -> 
             assert all((each.view(np.uint8) == OTHERS).all() for of_role in arrays.values() for each in of_role)
 
     run(job())
+
+
+@pytest.mark.parametrize("num_held", [0, 1, None], ids=["before any region", "after one", "after all"])
+def test_a_pool_that_another_thread_closes_as_a_permit_begins_permits_nothing(
+    num_held: int | None, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    permits = Permits()
+    with slice_of(arrays_of(SPEC.num_heads), context) as pool:
+        memories = [region.memory for region in pool.regions]
+        held: list[Memory] = []
+
+        def hold_but_close(memory: Memory) -> None:
+            if len(held) == num_held:
+                pool.close()
+            hold(memory)
+            held.append(memory)
+
+        class Closing:
+            """As the permits of a session, with somebody who closes the pool before they are added."""
+
+            remove = permits.remove
+
+            def add(self, *facts: Any) -> None:
+                pool.close()
+                permits.add(*facts)
+
+        monkeypatch.setattr(permits_module, "hold", hold_but_close)
+        session = SessionPermits(Closing() if num_held is None else permits)  # type: ignore[arg-type]
+        session.begin(4, pool, np.arange(3, dtype=np.uint32), writes=True)
+        assert held == (memories if num_held is None else memories[:num_held])
+        assert not permits.remove(4)
+        assert not any(memory.in_use for memory in memories)
+        session.end(4)
+        assert not any(memory.in_use for memory in memories)
