@@ -64,7 +64,7 @@ from hurray_rdma.control.offers import (
 )
 from hurray_rdma.control.pools import Pool, PoolRegion, PoolSegment
 from hurray_rdma.control.server import ServerSession
-from hurray_rdma.control.session import Session
+from hurray_rdma.control.session import STUCK_FIX, Session
 from hurray_rdma.control.tls import SSLContext, Tls
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "MAX_QUIET_SESSIONS",
     "MIN_MESSAGE_NBYTES",
     "NONE_RESIDENT",
+    "STUCK_FIX",
     "AbortRequested",
     "Acknowledged",
     "Address",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from hurray_rdma.control.client import ClientSession
 from hurray_rdma.control.config import SessionConfig
 from hurray_rdma.control.events import Event, SessionClosed, SessionOpened
 from hurray_rdma.control.session import Session
-from hurray_rdma.errors import AuthenticationError, HurrayError, PeerLostError
+from hurray_rdma.errors import AuthenticationError, DeadlineExceededError, HurrayError, PeerLostError
 
 __all__ = ["Channel", "EventHandler", "open_channel"]
 
@@ -263,6 +264,10 @@ class Channel(asyncio.BufferedProtocol):
     def _shut(self, transport: asyncio.Transport) -> None:
         """Close in such a way that the peer can read our last words: TCP drops them if we close with input unread."""
         self._wake()
+        if self.session.silent_s(self.now) > self.session.config.peer_timeout_s:  # It reads no last words.
+            self._shutting = True
+            transport.abort()
+            return
         if self._linger is None:
             self._linger = self._loop.call_later(_LINGER_S, self._cut, transport)
         if self._room is not None:
@@ -290,6 +295,8 @@ def _not_opened(error: HurrayError | None, peer: Address, *, tls: bool) -> Hurra
             else "Check that a hurray_rdma engine listens there, and whether it wants TLS"
         )
         return PeerLostError(f"{peer} closed the connection before the session was open", fix=fix)
+    if isinstance(error, DeadlineExceededError):
+        return DeadlineExceededError(f"{error.rule} ({peer})", fix=error.fix)
     return error
 
 
@@ -330,6 +337,9 @@ async def _connect(
         raise
     except ssl.SSLError as error:
         raise _tls_failed(error, address) from error
+    except socket.gaierror as error:
+        rule, fix = f"{address} has a host name that cannot be found: {error.strerror}", "Check the name, and DNS here"
+        raise PeerLostError(rule, fix=fix) from error
     except OSError as error:
         why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
         raise PeerLostError(f"{address} cannot be reached: {why}", fix=_UNREACHABLE_FIX) from error
@@ -402,7 +412,7 @@ async def open_channel(
     try:
         await asyncio.shield(opened)
     except BaseException:
-        if not channel.session.is_closed:
+        if not channel.session.is_closed or loop.time() >= deadline:  # our last words cannot wait to be read
             channel.abort()
         await channel.wait_closed()
         if opened.done():

@@ -91,7 +91,7 @@ class ClientSession(DataSession):
             PeerLostError: the session is closed.
             LocalProtocolError: the session is not open yet, or all its stream ids are used up.
         """
-        return self._ask(offer, now + timeout_s)
+        return self._ask(offer, now, timeout_s)
 
     def fetch(self, fetch: Fetch, *, now: float, timeout_s: float) -> int:
         """Ask for a published snapshot; answered by PublishedHeard or Refused within ``timeout_s``.
@@ -103,7 +103,7 @@ class ClientSession(DataSession):
             PeerLostError: the session is closed.
             LocalProtocolError: the session is not open yet, or all its stream ids are used up.
         """
-        return self._ask(fetch, now + timeout_s)
+        return self._ask(fetch, now, timeout_s)
 
     def reserve(self, reserve: Reserve, *, now: float, timeout_s: float) -> int:
         """Have pages granted ahead; answered by Granted or Refused within ``timeout_s``.
@@ -118,14 +118,14 @@ class ClientSession(DataSession):
             PeerLostError: the session is closed.
             LocalProtocolError: the session is not open yet, or all its stream ids are used up.
         """
-        return self._ask(reserve, now + timeout_s)
+        return self._ask(reserve, now, timeout_s)
 
     @property
     def used_up(self) -> bool:
         """Whether stream ids run out: whatever comes next is for another session."""
         return self._book.next_id > LAST_STREAM_ID - _SPARE_IDS
 
-    def _ask(self, request: Request, due: float) -> int:
+    def _ask(self, request: Request, now: float, timeout_s: float) -> int:
         self._require_open()
         transfer_id = self._book.next_id
         transfer = Transfer.of(transfer_id, request)
@@ -133,8 +133,8 @@ class ClientSession(DataSession):
             raise LocalProtocolError("all stream ids of this session are used up", fix="Connect anew")
         self._send(request, transfer_id)
         self._book.add(transfer)
-        transfer.until = due
-        self._book.schedule(transfer, due)
+        transfer.timeout_s, transfer.until = timeout_s, now + timeout_s
+        self._book.schedule(transfer, transfer.until)
         return transfer_id
 
     def read_end(self, transfer_id: int, *, now: float) -> bool:
@@ -377,7 +377,7 @@ class ClientSession(DataSession):
         if transfer.state is TransferState.OFFERED:
             fix = "Its pool may be full: offers and reservations wait there until pages are released"
             error = DeadlineExceededError(
-                f"the peer did not answer the {_ASKED[transfer.kind]} in its time",
+                f"the {_ASKED[transfer.kind]} was not answered within {transfer.timeout_s:.3g} s",
                 fix=None if transfer.kind is TransferKind.PULL else fix,
             )
             self._stop_for(transfer, error, now)

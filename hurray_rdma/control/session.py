@@ -27,11 +27,13 @@ from hurray_rdma.errors import (
     TransferAbortedError,
 )
 
-__all__ = ["MAX_ERROR_TEXT_CHARS", "SESSION_STREAM_ID", "Session"]
+__all__ = ["MAX_ERROR_TEXT_CHARS", "SESSION_STREAM_ID", "STUCK_FIX", "Session"]
 
 SESSION_STREAM_ID = 1
 MAX_ERROR_TEXT_CHARS = 1000
+STUCK_FIX = "It is stuck or stopped, or the network between is down"
 _RETRY_HEARTBEATS = 2
+_SILENT_HEARTBEATS = 4
 _MIN_NBYTES_PER_S = 64 * 1024
 """The slowest that a long message may come in."""
 _SAME_RELEASE_FIX = "Install the same release of hurray_rdma on both sides"
@@ -275,6 +277,10 @@ class Session(ABC):
         """How long nothing was heard from the peer: above a heartbeat or two it is busy, stopped or gone."""
         return now - self._last_heard
 
+    def is_silent(self, now: float) -> bool:
+        """Whether nothing was heard for so long that the peer may be dead: each is to speak once in a heartbeat."""
+        return self.silent_s(now) > _SILENT_HEARTBEATS * self.config.heartbeat_s
+
     def next_timeout(self) -> float | None:
         """When ``handle_timeout`` is to be called next; None once closed."""
         if self.is_closed:
@@ -330,8 +336,7 @@ class Session(ABC):
         if now >= self._lost_due():
             silent_s = now - self._last_heard
             rule = f"nothing was heard from the peer for {silent_s:.2f} s, over {self.config.peer_timeout_s} s"
-            fix = "It is stuck or stopped, or the network between is down"
-            self._close(PeerLostError(rule, fix=fix), events)
+            self._close(PeerLostError(rule, fix=STUCK_FIX), events)
             return events
         if now >= self._ping_due():
             self._last_ping = now

@@ -56,8 +56,10 @@ class Transfer:
     commit: tuple[bytes | memoryview, ...] = ()
     """Client: the COMMIT of a reservation in its frame, to be repeated until ACKNOWLEDGE."""
     due: float | None = None
+    timeout_s: float = math.inf
+    """Client: the time that it was given."""
     until: float = math.inf
-    """Client: the end of the time that it was given."""
+    """Client: the end of that."""
     renew_s: float = 0.0
     """Client: how often a lease of what was granted is to be renewed."""
     num_said_ends: int = 0

@@ -45,8 +45,6 @@ _ASK_AGAIN_S = 10.0
 _ASK_AFTER_RECALL_S = 1.0
 """After pages were recalled because others need them."""
 _ANSWER_S = 10.0
-_SILENT_HEARTBEATS = 4
-"""A session of which nothing was heard for so many may be dead."""
 
 
 @dataclass(slots=True, eq=False)
@@ -308,8 +306,7 @@ class AheadGrants:
 
         The usual way finds out before anything is written, and connects anew.
         """
-        session = self._route.session
-        return session.silent_s(self._loop.time()) > _SILENT_HEARTBEATS * session.config.heartbeat_s
+        return self._route.session.is_silent(self._loop.time())
 
     def forget_pools(self, known: Collection[int]) -> None:
         """The peer's pools are not what they were; what it granted of those that are gone, it takes back itself.

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from hurray_rdma.cache import CacheSpec
 from hurray_rdma.control import (
+    STUCK_FIX,
     AbortRequested,
     Acknowledged,
     AllEnded,
@@ -375,6 +376,22 @@ class Connection:
     def num_tensors(self) -> int:
         return self._pools.num_tensors
 
+    def told(self, error: HurrayError) -> HurrayError:
+        match error:
+            case PeerLostError():
+                rule = f"the session with {self.address} was lost: {error.rule}"
+                fix = ". ".join(filter(None, (error.fix, _ANEW if self._opened else None)))
+            case DeadlineExceededError():
+                rule, fix = f"{error.rule} ({self.address})", error.fix or ""
+                now = asyncio.get_running_loop().time()
+                if self.session.is_silent(now):
+                    fix = f"Nothing was heard from it for {self.session.silent_s(now):.2f} s: {STUCK_FIX}"
+            case _:
+                return error
+        told = type(error)(rule, field=error.field, value=error.value, fix=fix or None)
+        told.__cause__ = error
+        return told
+
     def forsake(self) -> None:
         self._forsaken = True
 
@@ -417,12 +434,13 @@ class Connection:
                 reader = self._exchanges.get(event.transfer_id)
                 if isinstance(reader, Fetching):
                     reader.hear_data(event)
-            case Refused(transfer_id=transfer_id, error=error) | AbortRequested(transfer_id=transfer_id, error=error):
+            case (
+                Refused(transfer_id=transfer_id, error=error)
+                | AbortRequested(transfer_id=transfer_id, error=error)
+                | TransferFailed(transfer_id=transfer_id, error=error)
+            ):
                 if transfer_id in self._exchanges:
-                    self._exchanges[transfer_id].ended_by_peer(error)
-            case TransferFailed(transfer_id=transfer_id, error=error):
-                if transfer_id in self._exchanges:
-                    self._exchanges[transfer_id].ended_by_peer(self._told(error))
+                    self._exchanges[transfer_id].ended_by_peer(self.told(error))
             case PoolAnnounced(pool=pool):
                 self._pools.hear(pool)
                 self.ahead.forget_pools(self._pools.numbers)
@@ -445,15 +463,6 @@ class Connection:
         if self._opened:
             self._on_lost(self)
 
-    def _told(self, error: HurrayError) -> HurrayError:
-        """The end of the session as who used it hears of it: whose it was, and what to do."""
-        if not isinstance(error, PeerLostError):
-            return error
-        fixes = [fix for fix in (error.fix, _ANEW if self._opened else None) if fix is not None]
-        told = PeerLostError(f"the session with {self.address} was lost: {error.rule}", fix=". ".join(fixes) or None)
-        told.__cause__ = error
-        return told
-
     def _require_pools(self) -> None:
         self._raise_if_lost()
         if not self._pools:
@@ -470,6 +479,6 @@ class Connection:
 
     def _raise_if_lost(self) -> None:
         if self._error is not None:
-            raise self._told(self._error)
+            raise self.told(self._error)
         if self._closing is not None:
             raise PeerLostError(f"the connection to {self.address} was closed here")

@@ -92,6 +92,10 @@ class Route(Protocol):
     def zeros(self, nbytes: int) -> Region:
         """A registered region of at least so many bytes, all zero."""
 
+    def told(self, error: HurrayError) -> HurrayError:
+        """The error as who used the session hears of it: of which peer, and what to do; those that are not of losing it
+        or waiting for it, as they are."""
+
     def forsake(self) -> None:
         """The connection is of no use: the next exchange makes a new one."""
 
@@ -308,7 +312,8 @@ class Exchange(ABC, Generic[Answer]):
         """Why time is up: a lease that ran out at the peer is a `TimeoutError`, too."""
         if self._error is not None:
             return self._error
-        late = DeadlineExceededError("pages were not moved in time", field="timeout_s", value=self._timeout_s)
+        rule = "pages were not moved in time"
+        late = self._route.told(DeadlineExceededError(rule, field="timeout_s", value=self._timeout_s))
         self.fail(late)
         return late
 
@@ -329,7 +334,7 @@ class Exchange(ABC, Generic[Answer]):
         if future.done():
             return
         rule = f"{what} for {self._key!r} did not come in time"
-        error = DeadlineExceededError(rule, field="timeout_s", value=self._timeout_s)
+        error = self._route.told(DeadlineExceededError(rule, field="timeout_s", value=self._timeout_s))
         self.fail(error)
         if not future.done():
             future.set_exception(error)

@@ -108,11 +108,11 @@ class Peer:
                 await self._ended(deadline)
                 try:
                     await self._reconnect(deadline)
-                except PeerLostError as error:
+                except (PeerLostError, DeadlineExceededError) as error:
                     if old is None or old.error is None:
                         raise
                     rule = f"{error.rule}; the session before was lost: {old.error.rule}"
-                    raise PeerLostError(rule, fix=error.fix) from error
+                    raise type(error)(rule, field=error.field, value=error.value, fix=error.fix) from error
                 if old is not None:
                     self._surroundings.tally.reconnected()
             assert self._connection is not None

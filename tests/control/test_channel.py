@@ -44,6 +44,7 @@ from hurray_rdma.control import (
     open_channel,
     serve,
 )
+from hurray_rdma.control import channel as channel_module
 from hurray_rdma.control.exchange import Abort, SessionMessage
 from hurray_rdma.control.messages import ClientHello, Ping, ServerHello
 from hurray_rdma.errors import (
@@ -398,6 +399,20 @@ def test_a_server_that_says_nothing_is_given_up_in_time(make_config: MakeConfig)
             make_config(hello_timeout_s=600), silent.sockets[0].getsockname()[1], DeadlineExceededError, timeout_s=0.2
         )
         silent.close()
+
+    run(main())
+
+
+def test_who_connects_to_a_stopped_process_does_not_wait_for_it_to_read_the_last_words(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "_LINGER_S", 600)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as stopped:  # its kernel takes connections; it does not
+            port = stopped.getsockname()[1]
+            error = await _open_fails(make_config(), port, DeadlineExceededError, timeout_s=0.2)
+            assert f"did not introduce itself within 0.2 s (127.0.0.1:{port})" in str(error)
 
     run(main())
 
