@@ -46,15 +46,15 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class RunConfig(_Table, frozen=True):
     """What all sections share."""
 
-    rounds: _Count
+    rounds: _Count = 5
     """Rounds of every section; all parties take their turn in each."""
-    deadline_s: _Seconds
+    deadline_s: _Seconds = 3600.0
     """Time budget of everything, seconds."""
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 2026
     """Of page lists and content."""
-    peers: tuple[str, ...]
+    peers: tuple[str, ...] = ()
     """Besides the engine: memcpy, cma, ucx_put, ucx_perftest, socket, nixl, mooncake."""
-    huge_pages: bool
+    huge_pages: bool = True
     """Whether all memory, everyone's, asks for transparent huge pages."""
 
 
@@ -168,7 +168,7 @@ def load_config(source: str, *, overrides: Mapping[str, Any] | None = None) -> B
     try:
         config = msgspec.convert(tables, BenchConfig)
     except msgspec.ValidationError as error:
-        raise named(error, tables, what="the benchmark") from error
+        raise named(error, tables, BenchConfig, what="the benchmark") from error
     for name in config.run.peers:
         if name not in _peer_names():
             raise ConfigError(f"must be one of {', '.join(_peer_names())}", field="run.peers", value=name)

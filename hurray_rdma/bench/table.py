@@ -14,6 +14,7 @@ from hurray_rdma.demo.report import lane_warning
 __all__ = ["lane_text", "print_report", "size_text"]
 
 _FASTEST = "bold green"
+_QUIET_LOAD = 1.0
 
 
 def print_report(report: BenchReport, *, console: Console) -> None:
@@ -26,8 +27,12 @@ def print_report(report: BenchReport, *, console: Console) -> None:
         style="dim",
         highlight=False,
     )
-    if facts.load_average > 1:
-        console.print("Other work was running when this began: do not trust the figures.", style="bold red")
+    if facts.load_average > _QUIET_LOAD:
+        console.print(
+            f"Other work was running when this began (load {facts.load_average:.2f}, over {_QUIET_LOAD}): do not trust "
+            "the figures.",
+            style="bold red",
+        )
     for each in report.skipped:
         console.print(_skipped(each.party, each.lane, each.reason, each.fix))
     for lane in dict.fromkeys(row.lane for row in report.sweep):

@@ -29,7 +29,9 @@ def replay(
     decode_pages: Annotated[int | None, typer.Option(help="Pages of each receiving process.")] = None,
     in_flight: Annotated[int | None, typer.Option(help="Requests that a sending process sends at a time.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens that a block of 512 becomes.")] = None,
-    speed: Annotated[float | None, typer.Option(help="Seconds of the trace in one; inf: as fast as it goes.")] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="How many times as fast as the trace was; inf: as fast as it goes.")
+    ] = None,
     kill_decode_at: Annotated[
         int | None, typer.Option(help="SIGKILL a receiving process once so many requests are through; start it again.")
     ] = None,

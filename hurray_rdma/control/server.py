@@ -279,7 +279,7 @@ class ServerSession(DataSession):
                 f"this side moves memory of device tags {[*map(int, self.config.devices)]}, the peer of "
                 f"{[*hello.devices[:8]]}: "
                 "none is common",
-                fix="Compare the devices that UCX has on the two sides: `ucx_info -d`",
+                fix="Compare the devices that UCX has on the two sides: `hurray-rdma doctor`",
             )
         tag, self._dialect = common[0]
         answer = ServerHello(

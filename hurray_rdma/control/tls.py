@@ -62,8 +62,9 @@ class Tls:
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.private_key)
         except (OSError, ValueError) as error:
+            fix = "Its private key must be in the same file, or given, too" if self.private_key is None else None
             raise ConfigError(
-                f"cannot be used: {error}", field="tls.certificate", value=str(self.certificate)
+                f"cannot be used: {error}", field="tls.certificate", value=str(self.certificate), fix=fix
             ) from error
         try:
             if self.authority is not None:

@@ -164,7 +164,7 @@ def merge_settings(
     try:
         return msgspec.convert(merged, kind)
     except msgspec.ValidationError as error:
-        raise named(error, merged, what=what) from error
+        raise named(error, merged, kind, what=what) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -181,24 +181,37 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"is not TOML: {error}", field="config", value=str(path)) from error
 
 
-def named(error: msgspec.ValidationError, merged: Mapping[str, Any], *, what: str) -> ConfigError:
+def named(error: msgspec.ValidationError, merged: Mapping[str, Any], kind: type[Any], *, what: str) -> ConfigError:
     """The error of a setting, with its name and value. msgspec says the rule and the place; the value is found there.
 
     Args:
         error: as msgspec raised it.
         merged: what was converted.
+        kind: to what struct.
         what: that has the settings, for the message.
     """
     rule, _, place = str(error).partition(" - at `$.")
     field = place.rstrip("`")
     unknown = re.search(r"unknown field `(.+)`", rule)
+    fix = None
     if unknown:
+        fix = f"There are {', '.join(_keys(kind, field))}"
         field = f"{field}.{unknown[1]}".lstrip(".")
         rule = f"is no setting of {what}"
     value: Any = merged
     for key in field.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    return ConfigError(rule, field=field, value=value)
+    return ConfigError(rule, field=field, value=value, fix=fix)
+
+
+def _keys(kind: type[Any], place: str) -> list[str]:
+    """Those of the table at a place: ``run``, ``sweep[...]``, or "" for the uppermost."""
+    table: Any = msgspec.inspect.type_info(kind)
+    for name in re.findall(r"\w+|\[", place):
+        table = table.item_type if name == "[" else next(each.type for each in table.fields if each.name == name)
+        if isinstance(table, msgspec.inspect.UnionType):  # it may be left out
+            (table,) = (each for each in table.types if not isinstance(each, msgspec.inspect.NoneType))
+    return [each.name for each in table.fields]
 
 
 def _check_batch(config: DemoConfig) -> None:

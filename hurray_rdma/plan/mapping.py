@@ -56,7 +56,9 @@ def map_pages(
     """
     if src_page_size % dst_page_size and dst_page_size % src_page_size:
         raise GeometryError(
-            f"and the destination's {dst_page_size}: one must divide the other", field="page_size", value=src_page_size
+            f"must divide the destination's {dst_page_size}, or be a multiple of it",
+            field="page_size",
+            value=src_page_size,
         )
     table, trimmed_ptr = valid_pages(block_table, seq_ptr, seq_lens, src_page_size)
     page_ids, places = dedupe(table, num_pages=num_pages)

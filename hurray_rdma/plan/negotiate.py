@@ -37,7 +37,7 @@ def check_pair(source: CacheSpec, dest: CacheSpec) -> None:
         )
     if source.page_size % dest.page_size and dest.page_size % source.page_size:
         raise GeometryError(
-            f"and the destination's {dest.page_size}: one must divide the other",
+            f"must divide the destination's {dest.page_size}, or be a multiple of it",
             field="page_size",
             value=source.page_size,
         )

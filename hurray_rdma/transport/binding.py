@@ -62,7 +62,7 @@ class BoundContext:
                 f"UCX could not make a context: {error}",
                 field="options",
                 value=dict(options),
-                fix="Check the names and values with `ucx_info -c -f`",
+                fix="Check the names and values with `ucx_info -c -f`, which the libucx wheel has in libucx/bin",
             ) from error
 
     @property

@@ -376,7 +376,7 @@ class Context:
         if seen == native.HOST:
             why = "the host's: it would copy pages through the host, or read them there and crash"
             fix = (
-                "Check that UCX has CUDA's transports (`ucx_info -d | grep cuda`) and UCX_TLS allows them; if the "
+                "Check that UCX has CUDA's transports (`hurray-rdma doctor`) and UCX_TLS allows them; if the "
                 "memory was allocated before UCX was loaded, or where it does not see that, set UCX_MEMTYPE_CACHE=n"
             )
         else:

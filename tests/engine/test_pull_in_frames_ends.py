@@ -487,7 +487,7 @@ def test_heartbeats_go_between_the_frames(there: Context, here: Context, monkeyp
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ({"page_size": 24}, "one must divide the other"),
+        ({"page_size": 24}, "must divide the destination's"),
         ({"page_size": 2**31}, "above 256 times the source's 16"),
         ({"head_offset": 4}, "must lie below total_heads 8"),
         ({"head_offset": 8, "num_heads": 1}, "head"),

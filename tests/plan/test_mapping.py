@@ -77,7 +77,7 @@ def test_a_small_offer_does_not_become_tables_of_gigabytes(
 
 
 def test_page_sizes_without_a_common_measure_are_refused() -> None:
-    with pytest.raises(GeometryError, match="page_size = 6: and the destination's 4: one must divide the other"):
+    with pytest.raises(GeometryError, match="page_size = 6: must divide the destination's 4, or be a multiple of it"):
         mapped(6, 4, [[1]], [6])
     with pytest.raises(GeometryError, match=r"block_table\[0\] = 12: is not below num_pages 12"):
         mapped(4, 4, [[12]], [4])

@@ -408,7 +408,7 @@ def test_zeroed_tails_are_written_from_one_buffer_of_zeros() -> None:
         ({"num_layers": 4}, "num_layers = 3: the destination has 4"),
         ({"layers": (0, 1, 3)}, r"layers = \(0, 1, 2\): the destination has \(0, 1, 3\)"),
         ({"num_heads": 4}, "total_heads = 8: the destination has 4. A cache that holds some"),
-        ({"page_size": 24}, "page_size = 16: and the destination's 24: one must divide the other"),
+        ({"page_size": 24}, "page_size = 16: must divide the destination's 24, or be a multiple of it"),
     ],
 )
 def test_pairs_that_cannot_be_are_refused_by_field(changes: dict[str, Any], message: str) -> None:

@@ -13,13 +13,20 @@ import asyncio
 import contextlib
 import json
 import logging
+import sys
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-import aiohttp
 import typer
-from aiohttp import web
+
+try:
+    import aiohttp
+    from aiohttp import web
+except ModuleNotFoundError:
+    if __name__ != "__main__":
+        raise
+    sys.exit("The proxy needs aiohttp, which vLLM brings along, and which is not installed: pip install aiohttp")
 
 from hurray_rdma.connectors.vllm.config import ConnectorConfig
 from hurray_rdma.connectors.vllm.handoff import push_params
