@@ -285,7 +285,7 @@ def test_a_stopped_receiver_costs_the_sender_no_memory(context: Context) -> None
                             await asyncio.sleep(0.01)
                             most = max(most, resident_nbytes() - before)
                         await sending
-                assert 0 < most < 32 << 20
+                assert most < 32 << 20  # none, where this process had so much to spare
                 child.signal(signal.SIGCONT)
                 assert await asyncio.to_thread(child.receive) == ("failed", "TransferAbortedError")
                 assert (await peer.send(sent, key="again")).path == "frames"
