@@ -14,18 +14,21 @@ from hurray_rdma import errors as _errors
 from hurray_rdma.errors import *  # noqa: F403 - that room has the list of them
 
 if TYPE_CHECKING:
-    from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
+    from hurray_rdma.cache import CacheSpec, PagePool, PoolGroups, Snapshot, SnapshotGroups, snapshot_keys
     from hurray_rdma.engine import (
         Arrival,
         DeviceUnavailableError,
         Engine,
         EngineCollector,
         EngineStats,
+        ExposedError,
         FetchedSnapshot,
         NotPublishedError,
         Peer,
+        PeerBusyError,
         Placement,
         Shortage,
+        StaleGenerationError,
         Tls,
         Transfer,
         TransferStats,
@@ -38,16 +41,22 @@ __all__ = [
     "Engine",
     "EngineCollector",
     "EngineStats",
+    "ExposedError",
     "FetchedSnapshot",
     "NotPublishedError",
     "PagePool",
     "Peer",
+    "PeerBusyError",
     "Placement",
+    "PoolGroups",
     "Shortage",
     "Snapshot",
+    "SnapshotGroups",
+    "StaleGenerationError",
     "Tls",
     "Transfer",
     "TransferStats",
+    "snapshot_keys",
 ]
 __all__ += _errors.__all__
 

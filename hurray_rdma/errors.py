@@ -5,6 +5,7 @@
     HurrayError
     ├── you: wrong input, raised before anything is registered or sent
     │   ├── ConfigError            (ValueError)       a setting contradicts another, or is out of range
+    │   │   └── ExposedError                          whoever reaches the address could write into the pools
     │   ├── GeometryError          (ValueError)       shapes, page IDs, seq_lens or dtypes do not fit
     │   └── DescriptorError        (ValueError)       bytes or fields break a rule of the Hurray format
     ├── the peer: what it said or did not say
@@ -12,11 +13,13 @@
     │   ├── AuthenticationError    (PermissionError)  the peer is not who it should be
     │   ├── PeerLostError          (ConnectionError)  the peer is gone or cannot be reached
     │   └── TransferAbortedError                      either side ended the transfer
+    │       └── StaleGenerationError                  the pool was registered anew since the offer
     ├── the fabric: UCX and the machine under it
     │   ├── RegistrationError      (OSError)          memory could not be registered
     │   └── TransportError         (OSError)          an endpoint, put, get or flush failed
     └── resources and time
         ├── PoolExhaustedError     (MemoryError)      no free pages, or never enough of them
+        │   └── PeerBusyError                         the peer's queue is full: later it may take the same
         ├── DeadlineExceededError  (TimeoutError)     a wait ran out of its time budget
         └── LeaseExpiredError      (TimeoutError)     the pages are no longer held
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hurray_rdma.control import DeviceUnavailableError, NotPublishedError, Tls
+from hurray_rdma.control import (
+    DeviceUnavailableError,
+    ExposedError,
+    NotPublishedError,
+    PeerBusyError,
+    StaleGenerationError,
+    Tls,
+)
 from hurray_rdma.engine.arrival import Arrival, ArrivalState
 from hurray_rdma.engine.engine import Engine
 from hurray_rdma.engine.fetching import FetchedSnapshot
@@ -29,14 +36,17 @@ __all__ = [
     "Engine",
     "EngineCollector",
     "EngineStats",
+    "ExposedError",
     "FetchedSnapshot",
     "Histogram",
     "JsonFormatter",
     "LaneStats",
     "NotPublishedError",
     "Peer",
+    "PeerBusyError",
     "Placement",
     "Shortage",
+    "StaleGenerationError",
     "Tls",
     "Transfer",
     "TransferStats",
