@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,7 @@ from hurray_rdma.control.channel import Channel, EventHandler
 from hurray_rdma.control.config import SessionConfig
 from hurray_rdma.control.events import Event, Introduced, SessionClosed, SessionOpened
 from hurray_rdma.control.server import ServerSession
-from hurray_rdma.errors import ConfigError, HurrayError
+from hurray_rdma.errors import AuthenticationError, ConfigError, HurrayError
 
 __all__ = ["ExposedError", "Listener", "check_listen", "serve"]
 
@@ -30,6 +31,9 @@ _BACKLOG = 100
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SHORTAGE_S = 1.0
 """How long nobody is accepted after one of them."""
+_WARN_AGAIN_S = 60.0
+"""Of the next wrong token from the same host."""
+_MAX_HOSTS_WARNED = 1024
 
 AddressFor: TypeAlias = Callable[[ServerSession, bytes], Awaitable[bytes]]
 
@@ -61,6 +65,8 @@ class Listener:
         """Connections that have shown their token, and wait for what the session needs to be open."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._admissions: set[asyncio.Task[None]] = set()
+        self._warned: dict[str, float] = {}
+        """When a warning was logged last of wrong tokens from a host."""
         self.addresses: tuple[Address, ...] = ()
         """Where it listens, with the ports the system gave."""
 
@@ -172,11 +178,25 @@ class Listener:
                 handler = self._on_session(channel)
                 handler(event)
             elif isinstance(event, SessionClosed):
-                _log.info("connection from %s refused: %s", channel.peer_address, event.error or "it was cut")
+                error, peer = event.error, channel.peer_address
+                warns = isinstance(error, AuthenticationError) and self._may_warn_of(peer.host)
+                level = logging.WARNING if warns else logging.INFO
+                _log.log(level, "connection from %s refused: %s", peer, error or "it was cut")
 
         session = ServerSession(self._config, now=self._loop.time())
         channel = Channel(session, hear)
         return channel
+
+    def _may_warn_of(self, host: str) -> bool:
+        """An operator is to know who comes with a wrong token; nobody fills the log with it."""
+        now = self._loop.time()
+        if now < self._warned.get(host, -math.inf) + _WARN_AGAIN_S:
+            return False
+        self._warned.pop(host, None)
+        self._warned[host] = now
+        if len(self._warned) > _MAX_HOSTS_WARNED:
+            del self._warned[next(iter(self._warned))]  # the oldest
+        return True
 
     async def _admit(self, session: ServerSession, channel: Channel, host_id: bytes) -> None:
         assert self._address_for is not None

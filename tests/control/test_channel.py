@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import resource
 import socket
@@ -45,6 +46,7 @@ from hurray_rdma.control import (
     serve,
 )
 from hurray_rdma.control import channel as channel_module
+from hurray_rdma.control import listener as listener_module
 from hurray_rdma.control.exchange import Abort, SessionMessage
 from hurray_rdma.control.messages import ClientHello, Ping, ServerHello
 from hurray_rdma.errors import (
@@ -370,6 +372,37 @@ def test_wrong_token(make_config: MakeConfig) -> None:
         await _open_fails(make_config(), listener.port, AuthenticationError)
         await listener.close()
         assert receivers.peers.empty()
+
+    run(main())
+
+
+def test_of_wrong_tokens_a_warning_is_logged_once_a_minute_and_host(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="hurray_rdma.control.listener")
+    monkeypatch.setattr(listener_module, "_MAX_HOSTS_WARNED", 1)
+
+    async def main() -> None:
+        listener = await serve("127.0.0.1", 0, make_config("decode", token="right"), on_session=Receivers())
+
+        async def comes(token: str | None) -> list[int]:
+            caplog.clear()
+            with pytest.raises(AuthenticationError):
+                await open_channel(
+                    "127.0.0.1", listener.port, make_config(token=token), timeout_s=5, on_event=lambda _: None
+                )
+            assert not any("secret" in record.getMessage() for record in caplog.records)
+            return [record.levelno for record in caplog.records if "127.0.0.1:" in record.getMessage()]
+
+        assert await comes("secret") == [logging.WARNING]
+        assert await comes("secret") == await comes(None) == [logging.INFO]
+        (host,) = listener._warned
+        listener._warned[host] -= 60
+        assert await comes("secret") == [logging.WARNING]
+        assert listener._may_warn_of("another")  # and the first is forgotten
+        assert await comes("secret") == [logging.WARNING]
+        assert len(listener._warned) == 1
+        await listener.close()
 
     run(main())
 
