@@ -199,16 +199,26 @@ def named(error: msgspec.ValidationError, merged: Mapping[str, Any], kind: type[
         field = f"{field}.{unknown[1]}".lstrip(".")
         rule = f"is no setting of {what}"
     value: Any = merged
-    for key in field.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+    for key in _steps(field):
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):  # it is missing, or something stands where a table should
+            value = None
     return ConfigError(rule, field=field, value=value, fix=fix)
 
 
+def _steps(place: str) -> list[str | int]:
+    """``sweep[0].lane`` as what leads there one by one."""
+    return [int(key) if key.isdigit() else key for key in re.findall(r"\w+", place)]
+
+
 def _keys(kind: type[Any], place: str) -> list[str]:
-    """Those of the table at a place: ``run``, ``sweep[...]``, or "" for the uppermost."""
+    """Those of the table at a place: ``run``, ``sweep[0]``, or "" for the uppermost."""
     table: Any = msgspec.inspect.type_info(kind)
-    for name in re.findall(r"\w+|\[", place):
-        table = table.item_type if name == "[" else next(each.type for each in table.fields if each.name == name)
+    for key in _steps(place):
+        table = (
+            table.item_type if isinstance(key, int) else next(each.type for each in table.fields if each.name == key)
+        )
         if isinstance(table, msgspec.inspect.UnionType):  # it may be left out
             (table,) = (each for each in table.types if not isinstance(each, msgspec.inspect.NoneType))
     return [each.name for each in table.fields]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hurray_rdma.bench import load_config, num_steps
+from hurray_rdma.bench.config import RunConfig
 from hurray_rdma.bench.run import needed_nbytes
 from hurray_rdma.errors import ConfigError
 
@@ -31,6 +32,13 @@ def test_options_outrank_the_file_and_absent_sections_are_not_run(tmp_path: Path
     assert num_steps(config) == 1
 
 
+def test_a_file_needs_nothing_but_what_is_to_be_measured(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[idle]\nseconds = 1\n")
+    config = load_config(str(path), overrides={"rounds": None})
+    assert config.run == RunConfig()
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -43,6 +51,16 @@ def test_options_outrank_the_file_and_absent_sections_are_not_run(tmp_path: Path
         (RUN.replace("[]", "['nixxl']"), "run.peers = 'nixxl': must be one of memcpy, cma"),
         (RUN + "[[sweep]]\nlane = ''\npage_nbytes = [64]\ntransfer_mib = [1]\npatterns = ['zigzag']\n", "zigzag"),
         ("rounds = [", "is not TOML"),
+        (
+            "[run]\nround = 1\n",
+            "run.round = 1: is no setting of the benchmark. There are rounds, deadline_s, seed, peers",
+        ),
+        (
+            "[[sweep]]\nlanes = ''\n",
+            "sweep[0].lanes = '': is no setting of the benchmark. There are lane, page_nbytes, transfer_mib, patterns",
+        ),
+        ("[idles]\n", "idles = {}: is no setting of the benchmark. There are run, sweep, latency"),
+        ("[idle]\n", "idle = {}: Object missing required field `seconds`"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, text: str, told: str) -> None:
