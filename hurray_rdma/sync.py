@@ -11,14 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hurray_rdma import errors as _errors
-from hurray_rdma.cache import CacheSpec, PagePool, Snapshot
+from hurray_rdma.cache import CacheSpec, PagePool, PoolGroups, Snapshot, SnapshotGroups, snapshot_keys
 from hurray_rdma.engine import (
     DeviceUnavailableError,
     EngineStats,
+    ExposedError,
     FetchedSnapshot,
     NotPublishedError,
+    PeerBusyError,
     Placement,
     Shortage,
+    StaleGenerationError,
     Tls,
     TransferStats,
 )
@@ -34,14 +37,20 @@ __all__ = [
     "DeviceUnavailableError",
     "EngineCollector",
     "EngineStats",
+    "ExposedError",
     "FetchedSnapshot",
     "NotPublishedError",
     "PagePool",
+    "PeerBusyError",
     "Placement",
+    "PoolGroups",
     "Shortage",
     "Snapshot",
+    "SnapshotGroups",
+    "StaleGenerationError",
     "Tls",
     "TransferStats",
+    "snapshot_keys",
 ]
 __all__ += _sync.__all__
 __all__ += _errors.__all__

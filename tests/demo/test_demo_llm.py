@@ -215,7 +215,7 @@ def test_a_missing_extra_is_named_with_the_command_that_gets_it() -> None:
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"page_size": 16, "decode_page_size": 24}, "page_size = 16: and the destination's 24"),
+        ({"page_size": 16, "decode_page_size": 24}, "page_size = 16: must divide the destination's 24"),
         ({"page_size": 12, "decode_page_size": 24}, "page_size = 12: must be a power of two"),
     ],
 )
