@@ -385,7 +385,7 @@ class Connection:
                 rule, fix = f"{error.rule} ({self.address})", error.fix or ""
                 now = asyncio.get_running_loop().time()
                 if self.session.is_silent(now):
-                    fix = f"Nothing was heard from it for {self.session.silent_s(now):.2f} s: {STUCK_FIX}"
+                    fix = f"Nothing was heard from it for {self.session.silent_s(now):.2f} s. {STUCK_FIX}"
             case _:
                 return error
         told = type(error)(rule, field=error.field, value=error.value, fix=fix or None)

@@ -112,7 +112,8 @@ class Peer:
                     if old is None or old.error is None:
                         raise
                     rule = f"{error.rule}; the session before was lost: {old.error.rule}"
-                    raise type(error)(rule, field=error.field, value=error.value, fix=error.fix) from error
+                    fix = error.fix if isinstance(error, PeerLostError) else old.error.fix  # it listens, and is stuck
+                    raise type(error)(rule, field=error.field, value=error.value, fix=fix) from error
                 if old is not None:
                     self._surroundings.tally.reconnected()
             assert self._connection is not None
